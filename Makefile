@@ -1,0 +1,55 @@
+# Nothing but Python (>= 3.10) and make is needed: every target makes .venv and installs what is missing, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Which tests to run, all of them if empty: make test TESTS=tests/test_cli.py
+TESTS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint format bench clean
+
+help:
+	@echo "make install  the package with everything for development, into $(VENV)"
+	@echo "make demo     trains a small GPT on CPU with two replicas at degrees (4, 3); about two minutes"
+	@echo "make test     every test, or those in TESTS=path"
+	@echo "make lint     ruff, formatting, types"
+	@echo "make format   lets ruff repair what it can"
+	@echo "make bench    every benchmark"
+	@echo "make clean    removes $(VENV) and everything the targets above have written"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lightning-ntp needs Python 3.10 or newer, but \
+	$(PYTHON) is %d.%d; name another: make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/gpt/train.py --accelerator cpu --degrees 4 3
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for benchmark in benchmarks/*.py; do \
+		case $$benchmark in */__init__.py|*/_*) continue;; esac; \
+		[ -e "$$benchmark" ] || { echo "No benchmarks here yet."; exit 0; }; \
+		echo "== $$benchmark"; $(BIN)/python "$$benchmark"; \
+	done
+
+clean:
+	rm -rf $(VENV) build dist outputs lightning_logs checkpoints .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f .coverage .coverage.*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

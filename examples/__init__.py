@@ -1,0 +1,1 @@
+"""Examples of lightning_ntp."""

@@ -1,0 +1,1 @@
+"""A small GPT in plain torch, trained on English text that every Python carries."""

@@ -1,0 +1,59 @@
+"""Train a small GPT with nonuniform tensor parallelism: ``python examples/gpt/train.py --degrees 4 3``.
+
+The second replica of that job has three devices where the first has four. Without ``--degrees`` the strategy takes all
+devices it finds; ``--strategy auto --devices 1`` trains the same model in one process.
+"""
+
+import argparse
+from pathlib import Path
+
+import lightning.pytorch as pl
+from data import PythonDocs
+from lightning.pytorch.loggers import CSVLogger
+from model import LanguageModel
+from report import Report
+
+from lightning_ntp import NTPStrategy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--degrees", type=int, nargs="+", metavar="TP", help="tensor-parallel degree of each replica")
+    parser.add_argument("--strategy", default="ntp", help="without --degrees: ntp, or ddp to compare")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per replica")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--output", type=Path, default=Path("outputs/gpt"))
+    args = parser.parse_args()
+
+    pl.seed_everything(1, verbose=False)
+    data = PythonDocs(seq_len=args.seq_len, batch_size=args.batch_size)
+    model = LanguageModel(max_seq_len=args.seq_len)
+    report = Report(data)
+    trainer = pl.Trainer(
+        strategy=NTPStrategy(degrees=args.degrees) if args.degrees else args.strategy,
+        accelerator=args.accelerator,
+        devices=sum(args.degrees) if args.degrees else args.devices,
+        max_steps=args.steps,
+        val_check_interval=max(args.steps // 4, 1),
+        check_val_every_n_epoch=None,
+        gradient_clip_val=1.0,
+        callbacks=[report],
+        logger=CSVLogger(args.output),
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        log_every_n_steps=10,
+    )
+    trainer.fit(model, data)
+
+    checkpoint = args.output / "gpt.ckpt"
+    trainer.save_checkpoint(checkpoint)  # on all ranks: each holds a part of the model
+    if trainer.is_global_zero:
+        # One ordinary file with the whole model in it: any Lightning program loads it, on one device too.
+        report.print(checkpoint, LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True))
+
+
+if __name__ == "__main__":
+    main()

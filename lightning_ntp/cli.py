@@ -1,0 +1,65 @@
+"""A LightningCLI with the strategies registered: ``python -m lightning_ntp fit --config config.yaml``.
+
+The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
+among the installed packages. ``lightning-ntp`` is the same command.
+
+The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
+it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningCLI
+
+#: What the extra ``cli`` brings: ``jsonargparse[signatures]``, whose extra brings the latter two.
+CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line ``args`` (default: the process's arguments).
+
+    Raises:
+        SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
+    """
+    build(args)
+
+
+def build(args: Sequence[str] | None = None, run: bool = True) -> "LightningCLI":
+    """Make the LightningCLI, and run its subcommand unless ``run`` is false.
+
+    Raises:
+        SystemExit: as :func:`main` does.
+    """
+    missing = [package for package in CLI_REQUIREMENTS if find_spec(package) is None]
+    if missing:
+        raise SystemExit(
+            f"The command line of lightning-ntp needs {' and '.join(missing)}, which is not installed here."
+            f' Install it: pip install "lightning-ntp[cli]"'
+        )
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        # The console script starts with its own directory there, so `class_path: my_model.Model` would not be found.
+        sys.path.insert(0, os.getcwd())
+
+    from lightning.pytorch import LightningDataModule, LightningModule
+    from lightning.pytorch.cli import LightningCLI
+
+    from lightning_ntp._autoload import autoload
+
+    autoload()  # for TORCH_DEVICE_BACKEND_AUTOLOAD=0
+    return LightningCLI(
+        LightningModule,
+        LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        # A second run in the same directory is ordinary here (ranks re-run the command, runs are resumed).
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"version": f"lightning-ntp {version('lightning-ntp')}"} if run else {},
+        args=list(args) if args is not None else None,
+        run=run,
+    )

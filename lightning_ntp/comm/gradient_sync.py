@@ -1,0 +1,197 @@
+"""Gradient sync: buckets that start as soon as backward has filled them.
+
+After :meth:`GradientSync.finish` every parameter's ``grad`` is the sum over all replicas, with the same bits
+on all replicas and copies. A parameter that no replica has a gradient for keeps None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_ntp.comm.bucket import Bucket
+from lightning_ntp.comm.generation import Generation
+from lightning_ntp.comm.lane import Lane
+from lightning_ntp.parallel import ShardedModel, ShardedParameter
+
+
+class GradientSync:
+    """Syncs the gradients of a cut model, overlapped with backward.
+
+    Usage: :meth:`begin`, backward, :meth:`finish`. A backward outside of these accumulates locally and is synced
+    with the next one inside.
+
+    Args:
+        model: The cut model.
+        generation: The current generation.
+        lane: Runs the communication.
+        bucket_cap_bytes: A bucket is closed when it has reached this size.
+    """
+
+    def __init__(self, model: ShardedModel, generation: Generation, lane: Lane, bucket_cap_bytes: int) -> None:
+        self._model, self._generation, self._lane, self._cap = model, generation, lane, bucket_cap_bytes
+        self._hooked: set[nn.Parameter] = set()
+        self._hooks: list[Any] = []
+        self.local: set[nn.Parameter] = set()
+        """Parameters whose ``grad`` holds contributions that were not synced yet."""
+        self._stash: dict[nn.Parameter, Tensor] = {}
+        self._active = False
+        self.buckets: list[Bucket] = []
+        self._rounds: list[_Round] = []
+        self._next = 0
+        self._build()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank puts on the wire per sync."""
+        return sum(bucket.bytes_sent for bucket in self.buckets)
+
+    def begin(self) -> None:
+        """Prepare for a backward whose gradients are to be synced.
+
+        Gradients that are synced already (several backward passes before one optimizer step) are set aside and
+        added back by :meth:`finish`: summing them over the replicas again would count them twice.
+        """
+        if any(p.requires_grad and p not in self._hooked for p in self._model.by_parameter()):
+            self._build()
+        self._next = 0
+        self._rounds = [_Round(bucket) for bucket in self.buckets]
+        self._stash = {}
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                p = entry.parameter
+                if p.grad is not None and p not in self.local:
+                    self._stash[p], p.grad = p.grad, None
+        self._active = True
+
+    def finish(self) -> None:
+        """Wait until all gradients are synced and install them.
+
+        Raises:
+            Exception: Whatever a collective raised.
+        """
+        self._active = False
+        for round_ in self._rounds:
+            round_.pending.clear()
+        self._launch()
+        rounds, self._rounds = self._rounds, []
+        self._lane.drain()
+        launched = [r for r in rounds if r.flags is not None]
+        if launched:
+            # on CUDA the one place where the host waits for the device
+            received = iter(torch.cat([r.flags.double() for r in launched if r.flags is not None]).tolist())
+            for round_ in launched:
+                for entry, gradient in zip(round_.bucket.entries, round_.results, strict=True):
+                    entry.parameter.grad = gradient if next(received) > 0 else None
+        for p, synced in self._stash.items():
+            p.grad = synced if p.grad is None else p.grad.add_(synced)
+        self._stash = {}
+        self.local.clear()
+
+    def cancel(self) -> None:
+        """Forget a backward that failed."""
+        self._active = False
+        self._rounds, self._stash = [], {}
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._hooked = [], set()
+
+    def _build(self) -> None:
+        self.close()
+        entries = [e for e in self._model if e.parameter.requires_grad]
+        self._home: dict[nn.Parameter, int] = {}
+        self.buckets = [b for b in _buckets(entries, self._generation, self._cap) if b.has_work]
+        for number, bucket in enumerate(self.buckets):
+            for entry in bucket.entries:
+                self._home[entry.parameter] = number
+        for entry in entries:
+            hook = entry.parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+            self._hooked.add(entry.parameter)
+
+    def _arrived(self, p: nn.Parameter) -> None:
+        """Backward has accumulated the gradient of ``p``."""
+        if p.grad is not None and p.grad.is_sparse:
+            raise RuntimeError("a parameter has a sparse gradient: use dense gradients (sparse=False)")
+        number = self._home.get(p)
+        if number is None:  # nothing to communicate
+            return
+        if not self._active:
+            self.local.add(p)
+            return
+        round_ = self._rounds[number]
+        if p not in round_.pending:
+            raise RuntimeError(
+                f"the parameter {self._model.by_parameter()[p].name!r} received its gradient twice in one backward:"
+                " use torch.utils.checkpoint with use_reentrant=False"
+            )
+        round_.pending.discard(p)
+        self._launch()
+
+    def _launch(self) -> None:
+        """Submit filled buckets in bucket order: all ranks must enter collectives in the same order."""
+        while self._next < len(self._rounds) and not self._rounds[self._next].pending:
+            round_ = self._rounds[self._next]
+            self._next += 1
+            if round_.idle:
+                continue
+            gradients = []
+            for entry in round_.bucket.entries:
+                gradients.append(entry.parameter.grad)
+                entry.parameter.grad = None  # freed as soon as it is packed
+            round_.gradients = gradients
+            self._lane.submit(round_.run)
+
+
+class _Round:
+    """One sync of one bucket."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        # frozen for now (a GAN's other half, say): nothing will arrive, and nothing is sent if that holds for all
+        self.pending = {e.parameter for e in bucket.entries if e.parameter.requires_grad}
+        self.idle = not self.pending
+        self.gradients: list[Tensor | None] = []
+        self.results: list[Tensor] = []
+        self.flags: Tensor | None = None
+
+    def run(self) -> None:
+        with torch.no_grad():
+            gradients, self.gradients = self.gradients, []
+            self.results, self.flags = self.bucket.run(gradients)
+
+
+def _buckets(entries: list[ShardedParameter], generation: Generation, cap: int) -> Iterator[Bucket]:
+    """Fill buckets in the order in which backward is expected to deliver: the reverse of registration.
+
+    Parameters of gradient class ``full`` have buckets of their own, packed alike on every index, since the
+    order of additions in an all-reduce depends on offsets and sizes. Those with several ``partial`` owners
+    have buckets of their own too, since only they need an exchange in a uniform world.
+    """
+    topology = generation.topology
+    open_: dict[tuple[Any, ...], list[ShardedParameter]] = {}
+    done: list[list[ShardedParameter]] = []
+    for entry in reversed(entries):
+        sharding = entry.sharding
+        kind = "sharded"
+        if sharding.replicated and sharding.gradient == "full":
+            kind = "full"
+        elif any(lay.overlapping for d in set(topology.live_degrees) for lay in sharding.layouts(topology.family, d)):
+            kind = "shared"
+        key = (kind, entry.parameter.dtype, entry.parameter.device)
+        filling = open_.setdefault(key, [])
+        filling.append(entry)
+        # counted in unsharded bytes over the full degree: the same on all ranks whatever they hold
+        size = sum(e.shape.numel() for e in filling) * entry.parameter.element_size()
+        if size / (1 if kind == "full" else topology.full_degree) >= cap:
+            done.append(open_.pop(key))
+    done += open_.values()
+    order = {entry.turn: position for position, entry in enumerate(reversed(entries))}
+    done.sort(key=lambda bucket: max(order[e.turn] for e in bucket))
+    return (Bucket(bucket, generation) for bucket in done)

@@ -1,0 +1,118 @@
+"""A rank hands its traceback to the supervisor, which prints it once instead of every rank printing its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+from lightning_ntp.launch.environment import JOB_DIR, SLOT, is_rank
+
+_LAUNCH_DIR = os.path.dirname(os.path.abspath(__file__))
+
+_ECHOES = (
+    "connection closed",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "broken pipe",
+    "socket timeout",
+    "timed out",
+    "ncclremoteerror",
+    "nccl communicator was aborted",
+    "enforce fail at gloo",
+    "gloo/transport",
+    "[gloo",
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """An exception as one rank saw it."""
+
+    slot: int
+    when: float
+    """``time.monotonic()``, comparable between the processes of one machine."""
+    summary: str
+    """The last line of the traceback."""
+    signature: str
+    """Equal for exceptions of one type raised at one place, whatever their message: these are printed once."""
+    text: str
+    """The whole traceback."""
+    echo: bool
+    """It only says that a peer is gone, so it is never the cause."""
+
+
+def report(exception: BaseException) -> bool:
+    """Leave ``exception`` for the supervisor. A later report of the same rank replaces it.
+
+    Returns:
+        Whether it will be printed by the supervisor. False in a process without one, and for SystemExit and
+        KeyboardInterrupt, which are no errors.
+    """
+    directory = os.environ.get(JOB_DIR)
+    if not is_rank() or not directory or isinstance(exception, (SystemExit, KeyboardInterrupt)):
+        return False
+    path = Path(directory) / f"report-{os.environ[SLOT]}.json"
+    content = json.dumps(asdict(_describe(int(os.environ[SLOT]), exception)))
+    try:
+        # The supervisor must never read half a report.
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(content, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:  # e.g. a full disk: print it the ordinary way
+        return False
+    return True
+
+
+def read_report(directory: Path, slot: int) -> Report | None:
+    """The last report of the rank in ``slot``, if there is one."""
+    try:
+        return Report(**json.loads((directory / f"report-{slot}.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+
+
+def install_excepthook() -> None:
+    """In a cold-started rank: report uncaught exceptions instead of printing them (a warm rank does so by itself)."""
+    former = sys.excepthook
+    if not is_rank() or former is not sys.__excepthook__:
+        return
+
+    def hook(kind: type[BaseException], value: BaseException, tb: TracebackType | None) -> None:
+        if not report(value):
+            former(kind, value, tb)
+
+    sys.excepthook = hook
+
+
+def user_traceback(tb: TracebackType | None) -> TracebackType | None:
+    """``tb`` without the leading frames of the launcher and of runpy: as if Python itself had started the script."""
+    while tb is not None:
+        file = tb.tb_frame.f_code.co_filename
+        if not (os.path.dirname(os.path.abspath(file)) == _LAUNCH_DIR or "runpy" in file or file == "<string>"):
+            break
+        tb = tb.tb_next
+    return tb
+
+
+def _describe(slot: int, exception: BaseException) -> Report:
+    tb = user_traceback(exception.__traceback__)
+    kind = type(exception)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb)]
+    message = str(exception)
+    echo = isinstance(exception, (RuntimeError, ConnectionError)) and any(e in message.lower() for e in _ECHOES)
+    return Report(
+        slot=slot,
+        when=time.monotonic(),
+        summary=f"{name}: {message.splitlines()[0] if message else ''}".rstrip(": "),
+        signature="|".join([name, *places]),
+        text="".join(traceback.format_exception(kind, exception, tb)),
+        echo=echo,
+    )

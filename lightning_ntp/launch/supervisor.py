@@ -1,0 +1,271 @@
+"""The supervisor: owns the ranks of a job from start to end, and trains nothing itself."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from lightning_ntp.launch import hydra
+from lightning_ntp.launch.call import Call, read_result, save_call
+from lightning_ntp.launch.channel import Message
+from lightning_ntp.launch.ending import Ending
+from lightning_ntp.launch.environment import RankIdentity
+from lightning_ntp.launch.outcome import Failure, Outcome, RanksFailedError, exit_code, failure_of, find_cause
+from lightning_ntp.launch.program import Program
+from lightning_ntp.launch.relay import SignalRelay
+from lightning_ntp.launch.report import Report, read_report
+from lightning_ntp.launch.server_process import ServerProcess, exec_server, fork_server
+
+StartMethod = Literal["popen", "spawn", "fork"]
+
+_TICK = 0.1
+"""Seconds between looks at signals, reports and clocks."""
+
+
+class Supervisor:
+    """Runs a program, or a call, in ``ranks`` processes until all have ended.
+
+    Args:
+        ranks: how many processes, at least 1.
+        start_method: ``"popen"``: every rank re-runs this script; ``"spawn"``: every rank gets ``call`` by pickle;
+            ``"fork"``: ranks are forked out of this process and run ``call``.
+        call: what to run, for the latter two.
+        cold: start new interpreters instead of forking a warm one (``"popen"`` and ``"spawn"``).
+        store_address: ``host:port`` of a TCPStore that somebody else hosts; ``None`` hosts one here.
+        stop_grace: how long ranks may take to stop on SIGINT or SIGTERM before they are killed.
+        failure_grace: how long the others may go on when one rank has failed, before they get SIGTERM.
+        kill_grace: how long after that SIGTERM they get SIGKILL.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range.
+        RuntimeError: CUDA is initialised, which forked processes cannot use (``"fork"``).
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        start_method: StartMethod = "popen",
+        call: Call | None = None,
+        *,
+        cold: bool = False,
+        store_address: str | None = None,
+        stop_grace: timedelta = timedelta(seconds=30),
+        failure_grace: timedelta = timedelta(seconds=10),
+        kill_grace: timedelta = timedelta(seconds=5),
+    ) -> None:
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ValueError(f"ranks={ranks!r}: give the number of processes to start, an integer of at least 1.")
+        if start_method not in get_args(StartMethod):
+            raise ValueError(f"start_method={start_method!r} is unknown; choose one of {get_args(StartMethod)}.")
+        if (call is None) != (start_method == "popen"):
+            raise TypeError(f'start_method={start_method!r}: "popen" re-runs the script, the others need a call.')
+        for name, grace in (("stop_grace", stop_grace), ("failure_grace", failure_grace), ("kill_grace", kill_grace)):
+            if grace < timedelta(0):
+                raise ValueError(f"{name}={grace}: a time to wait cannot be negative.")
+        if start_method == "fork":
+            _refuse_fork_after_cuda()
+        self.ranks = ranks
+        self.start_method: StartMethod = start_method
+        self._call = call
+        self._cold = cold
+        self._store_address = store_address
+        self._ending = Ending(ranks, stop_grace, failure_grace, kill_grace)
+        self.job = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+        self.store: Any = None
+        """The TCPStore while :meth:`run` is running, if it is hosted here."""
+        self.pids: dict[int, int] = {}
+        """Slot -> process id of the ranks started so far."""
+        self._relay = SignalRelay()
+        self._codes: dict[int, int] = {}
+        self._failures: list[Failure] = []
+        self._reports: dict[int, Report] = {}
+        self._incarnations = 0
+
+    def run(self) -> Outcome:
+        """Start the ranks, wait until all have ended, and say how it went. Prints nothing.
+
+        Raises:
+            RuntimeError: there is no script to re-run, or a Hydra multirun would have to be.
+            TypeError: the call cannot be pickled.
+        """
+        job_dir = Path(tempfile.mkdtemp(prefix=f"lightning_ntp-{self.job}-"))
+        try:
+            with self._relay:
+                server = self._start_server(job_dir)
+                try:
+                    self._start_ranks(server, job_dir)
+                    self._watch(server, job_dir)
+                finally:
+                    server.end()
+            return self._outcome(job_dir)
+        finally:
+            self.store = None
+            shutil.rmtree(job_dir, ignore_errors=True)
+
+    def kill(self, signum: int) -> None:
+        """As if this process had received ``signum``: pass it on to the ranks."""
+        self._relay.received(signum)
+
+    def _start_server(self, job_dir: Path) -> ServerProcess:
+        if self.start_method == "fork":
+            assert self._call is not None
+            return fork_server(self._call, job_dir)
+        if self._call is None:
+            program = Program.this_script(self._cold)
+        else:
+            save_call(self._call, job_dir / "call.pkl")
+            program = Program.pickled_call(job_dir / "call.pkl", self._cold)
+        # Made before a process exists, because a multirun raises.
+        self._arguments = [hydra.overrides(slot) if self._call is None else [] for slot in range(self.ranks)]
+        return exec_server(program, job_dir, self._base_environment())
+
+    def _start_ranks(self, server: ServerProcess, job_dir: Path) -> None:
+        # After the server: a fork of this process must not inherit the store's socket and thread.
+        address = self._store_address or self._host_store()
+        host, _, port = address.rpartition(":")
+        for slot in range(self.ranks):
+            uid = f"{self.job}.{self._incarnations}"
+            self._incarnations += 1
+            identity = RankIdentity(slot, self.ranks, uid, self.job, host, int(port), job_dir)
+            environment = {**self._base_environment(), **identity.to_environ()}
+            arguments = self._arguments[slot] if self.start_method == "popen" else []
+            server.channel.send({"do": "start", "slot": slot, "environment": environment, "arguments": arguments})
+
+    def _host_store(self) -> str:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return f"127.0.0.1:{self.store.port}"
+
+    def _base_environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        # As many threads in all as there are cores; torch reads this when it is imported, in the server.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.ranks)))
+        return environment
+
+    def _watch(self, server: ServerProcess, job_dir: Path) -> None:
+        while len(self._codes) < self.ranks:
+            ready, _, _ = select.select([server.channel], [], [], _TICK)
+            for message in server.channel.receive() if ready else []:
+                self._hear(message, job_dir)
+            if server.channel.closed:
+                self._server_lost(server)
+                return
+            now = time.monotonic()
+            for slot in set(range(self.ranks)) - set(self._codes) - set(self._reports):
+                self._look_for_report(slot, job_dir)
+            for signum, to_ranks in self._relay.due(now):
+                if not self.pids:
+                    self._ending.stop(signum, now)
+                    return  # none has started: ending the server is all there is to do
+                if self._ending.stop_signal is None and to_ranks:
+                    server.channel.send({"do": "signal", "signum": signum})
+                self._ending.stop(signum, now)
+            due = self._ending.due(now)
+            if due is not None:
+                server.channel.send({"do": "signal", "signum": due})
+
+    def _hear(self, message: Message, job_dir: Path) -> None:
+        now = time.monotonic()
+        if message["did"] == "started":
+            self.pids[message["slot"]] = message["pid"]
+        elif message["did"] == "signalled":
+            self._relay.reached_ranks(message["signum"])
+        elif message["did"] == "ended":
+            slot, code = message["slot"], message["code"]
+            self._codes[slot] = code
+            self._look_for_report(slot, job_dir)
+            report = self._reports.get(slot)
+            failure = failure_of(slot, code, now, report)
+            # A rank that ends because it was told to has not failed.
+            told = self._ending.pressed or self._ending.stop_signal is not None or self._relay.pending
+            if failure is not None and not (told and (report is None or report.echo)):
+                self._failures.append(failure)
+            self._ending.ended(slot, code, now)
+
+    def _look_for_report(self, slot: int, job_dir: Path) -> None:
+        report = read_report(job_dir, slot)
+        if report is not None:
+            self._reports[slot] = report
+            self._ending.raised(slot, time.monotonic())
+
+    def _server_lost(self, server: ServerProcess) -> None:
+        code = server.end()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        text = f"The fork server, parent of all ranks, {how}; the ranks ended with it. The job cannot go on."
+        self._failures.append(Failure(-1, text, 1, float("-inf"), signature="server"))
+
+    def _outcome(self, job_dir: Path) -> Outcome:
+        cause = find_cause(self._failures)
+        stop = self._ending.stop_signal
+        forced = self._ending.forced or len(self._codes) < self.ranks
+        code = exit_code(self._codes, cause, stop, forced)
+        result = None
+        if self._call is not None and cause is None and self._codes.get(0) == 0:
+            result = read_result(job_dir)
+        return Outcome(self.ranks, code, dict(self._codes), tuple(self._failures), cause, stop, result)
+
+
+def run_script(ranks: int, **options: Any) -> int:
+    """Re-run this script in ``ranks`` ranks, print the cause if they fail, and return the exit code to leave with.
+
+    Args:
+        options: keyword arguments of :class:`Supervisor`.
+    """
+    outcome = Supervisor(ranks, "popen", **options).run()
+    if outcome.cause is not None:
+        sys.stdout.flush()
+        print(outcome.describe(), end="", file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def run_call(
+    ranks: int,
+    function: Callable[..., Any],
+    *args: Any,
+    start_method: Literal["spawn", "fork"] = "spawn",
+    **options: Any,
+) -> Any:
+    """Call ``function(*args)`` in ``ranks`` ranks and return what slot 0 returned.
+
+    Args:
+        options: keyword arguments of :class:`Supervisor`.
+
+    Raises:
+        RanksFailedError: it raised, or a rank died.
+        KeyboardInterrupt, SystemExit: the job was stopped by a signal before it finished.
+    """
+    outcome = Supervisor(ranks, start_method, Call(function, args), **options).run()
+    return result_of(outcome)
+
+
+def result_of(outcome: Outcome) -> Any:
+    """The result of a call, or the exception which says why there is none."""
+    if outcome.exit_code == 0:
+        return outcome.result
+    if outcome.cause is None:
+        if outcome.stop_signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(outcome.exit_code)
+    raise RanksFailedError(outcome)
+
+
+def _refuse_fork_after_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA is already initialised in this process, so ranks forked from it could not use it. Restart the"
+            " kernel and start the job before anything touches the GPU: no .cuda(), no torch.cuda call except"
+            " is_available() and device_count()."
+        )

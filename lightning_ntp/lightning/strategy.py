@@ -1,0 +1,613 @@
+"""``Trainer(strategy="ntp")``: data parallelism over replicas, nonuniform tensor parallelism inside each."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_ntp import engine
+from lightning_ntp.comm import Generation, GradientSync, Runtime, broadcast_start, gather_full, runtime
+from lightning_ntp.launch import RankIdentity, StopRequest, is_rank
+from lightning_ntp.lightning import checkpoint as checkpoints
+from lightning_ntp.lightning import private
+from lightning_ntp.lightning.data import batches_are_even, check_sampler, describe_source, seed_workers_by_replica
+from lightning_ntp.lightning.environment import NTPEnvironment
+from lightning_ntp.lightning.launcher import NTPLauncher
+from lightning_ntp.lightning.mesh import Mesh
+from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
+from lightning_ntp.lightning.model_plan import plan_of
+from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
+from lightning_ntp.plan import Topology
+from lightning_ntp.plan.topology import as_size, resolve_degrees
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class NTPStrategy(ParallelStrategy):
+    """Trains over replicas, each split over devices by tensor parallelism of any degree.
+
+    Keyword names follow :class:`lightning.pytorch.strategies.ModelParallelStrategy`. ``batch_size`` of a dataloader
+    is per replica; the global batch is that times the number of replicas.
+
+    Args:
+        tensor_parallel_size: Degree of every replica. ``"auto"``: the devices per node when there are several
+            nodes; on one node two replicas when the device count is even and at least 4, else one.
+        data_parallel_size: Number of replicas, or ``"auto"``.
+        degrees: The degree of every replica, for replicas that differ: ``(4, 3)`` starts on 7 devices.
+        plan: Module-name patterns to styles, in place of the module's ``configure_tp_plan()``.
+        bucket_cap_mb: Size at which a gradient bucket is closed, in MiB.
+        process_group_backend: ``"gloo"``, ``"nccl"``; chosen by the device if None.
+        timeout: For collectives and for reaching the supervisor's store; seconds or a timedelta.
+        start_method: How ranks start: ``"popen"`` re-runs the script, ``"spawn"`` pickles the trainer, ``"fork"``
+            forks (notebooks).
+        save_distributed_checkpoint: Must be False: checkpoints are single files with unsharded names and shapes.
+
+    Raises:
+        ValueError: If a setting is out of range; the message names it.
+    """
+
+    strategy_name = "ntp"
+    # read by Lightning 2.6.6 for strategies it does not know: without it no sampler is injected and
+    # `self.log(sync_dist=True)` silently does nothing
+    is_distributed = True
+
+    def __init__(
+        self,
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        data_parallel_size: Literal["auto"] | int = "auto",
+        degrees: Sequence[int] | None = None,
+        plan: Plan | None = None,
+        bucket_cap_mb: float = 25,
+        process_group_backend: str | None = None,
+        timeout: float | timedelta | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        save_distributed_checkpoint: bool = False,
+    ) -> None:
+        super().__init__()
+        if start_method not in ("popen", "spawn", "fork"):
+            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
+        if isinstance(bucket_cap_mb, bool) or not math.isfinite(bucket_cap_mb) or bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a finite number of MiB above 0")
+        if save_distributed_checkpoint:
+            raise ValueError(
+                "save_distributed_checkpoint=True: this strategy writes one file with the unsharded model, which loads"
+                " anywhere and at any degrees; leave it False"
+            )
+        # sizes are held against the device count later; here so that a wrong number is told where it was given
+        for name, size in (
+            ("tensor_parallel_size", tensor_parallel_size),
+            ("data_parallel_size", data_parallel_size),
+            *(("degrees", degree) for degree in degrees or ()),
+        ):
+            if size != "auto":
+                as_size(name, size)
+        self._tensor_parallel_size = tensor_parallel_size
+        self._data_parallel_size = data_parallel_size
+        self._degrees = None if degrees is None else tuple(degrees)
+        self._plan = plan
+        self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
+        self._process_group_backend = process_group_backend
+        self._timeout = _as_timedelta(timeout)
+        self.start_method: Literal["popen", "spawn", "fork"] = start_method
+        self.num_nodes = 1
+        self.sharded: ShardedModel | None = None
+        self._runtime: Runtime | None = None
+        self._sync: GradientSync | None = None
+        self._sync_blocked = False
+        self._first_step_done = False
+        self._checked_stages: set[str] = set()
+        self._even: tuple[object, bool] | None = None
+        self._share: float | engine.LossWeight = 1.0
+        self._stop = StopRequest()
+        self._norm: Tensor | None = None
+
+    # ---- identity ---------------------------------------------------------------------------------------------
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        # Lightning hands over the environment it detected; rank and world size must follow the generation instead
+        self._cluster_environment: ClusterEnvironment | None
+        if environment is None or isinstance(environment, NTPEnvironment):
+            self._cluster_environment = environment
+        elif environment.creates_processes_externally and not is_rank():
+            self._cluster_environment = environment  # the launcher refuses it, with the reason
+        else:
+            self._cluster_environment = NTPEnvironment(lambda: self.num_processes, self.start_method == "popen")
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank if is_rank() else 0]
+
+    @property
+    def topology(self) -> Topology:
+        """The live members; before the ranks start, what was asked for."""
+        if self._runtime is not None:
+            return self._runtime.generation.topology
+        return Topology.start(self.degrees)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degree of every replica.
+
+        Raises:
+            TopologyError: If the sizes asked for do not multiply to the devices.
+        """
+        if self._runtime is not None:
+            return self._runtime.generation.topology.degrees
+        return resolve_degrees(
+            self.num_processes, self.num_nodes, self._tensor_parallel_size, self._data_parallel_size, self._degrees
+        )
+
+    @property
+    def generation(self) -> Generation:
+        """The current generation of process groups.
+
+        Raises:
+            RuntimeError: Outside of a running rank.
+        """
+        if self._runtime is None:
+            raise RuntimeError("process groups exist only inside the ranks, once the trainer has set them up")
+        return self._runtime.generation
+
+    @property
+    def replica(self) -> int:
+        """The replica this rank belongs to."""
+        return self.generation.replica
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """Live view of replicas and tensor-parallel indices."""
+        assert self.generation is not None and self._runtime is not None
+        return Mesh(self._runtime)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        live = self.topology.live_replicas
+        replica = self._runtime.generation.replica if self._runtime is not None else live[0]
+        return {"num_replicas": len(live), "rank": live.index(replica)}
+
+    def set_world_ranks(self) -> None:
+        """Let ``rank_zero_only`` functions know the rank."""
+        if self.cluster_environment is not None:
+            private.set_rank_zero(self.global_rank)
+
+    # ---- set up -----------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = NTPLauncher(self, self.start_method)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        identity = RankIdentity.from_environ()
+        self._runtime = runtime.start(
+            (identity.store_host, identity.store_port),
+            identity.slot,
+            Topology.start(self.degrees),
+            self._process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo"),
+            self._timeout,
+            self.root_device,
+        )
+        self.set_world_ranks()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
+        self._share_random_state()
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if "dataloader_iter" in _step_arguments(module):
+            raise TypeError(
+                f"{type(module).__name__}.training_step takes a dataloader_iter: a step must be given its batch, so"
+                " that it can be replayed; take (batch, batch_idx)"
+            )
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._shard(module)
+        self.model_to_device()
+        assert self.sharded is not None and self._runtime is not None
+        self.sharded.relayout()  # lookup tables follow the device
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            self._check_optimizers()
+            if self._sync is not None:
+                self._sync.close()
+            self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
+        self.setup_precision_plugin()
+        private.patch_clipping(self.precision_plugin, self._clip_by_norm)
+        private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
+        private.replace_stop_broadcasts(trainer, self._vote_to_stop)
+        for metric in (m for m in module.modules() if isinstance(m, Metric)):
+            metric.dist_sync_fn = self._gather_metric_state
+        self._first_step_done = False
+        self._checked_stages = set()
+        self._stop.install()
+
+    def _shard(self, module: LightningModule) -> None:
+        known = getattr(module, "_ntp_sharded", None)
+        generation = self.generation
+        if isinstance(known, ShardedModel) and known.module is module:
+            self.sharded = known  # `test` after `fit` in one script
+            return
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise RuntimeError(
+                    f"the parameter {name!r} is on the meta device: create parameters with values in configure_model"
+                )
+        plan = plan_of(module, self._plan) if generation.topology.full_degree > 1 else {}
+        place = TensorParallelContext(
+            generation.topology.family, generation.degree, generation.index, generation.tensor_parallel
+        )
+        sharded = parallelize(module, plan, place)
+        broadcast_start(sharded, generation)
+        sharded.cut()
+        module._ntp_sharded = sharded  # type: ignore[assignment]
+        self.sharded = sharded
+
+    def _share_random_state(self) -> None:
+        """Tensor-parallel peers draw the same numbers outside sharded regions, whether the user seeded or not."""
+        generation = self.generation
+        if generation.degree > 1:
+            states = [private.collect_rng_states() if generation.is_first_of_replica else None]
+            dist.broadcast_object_list(states, group=generation.tensor_parallel, group_src=0, device=self.root_device)
+            assert states[0] is not None
+            private.set_rng_states(states[0])
+
+    def _check_optimizers(self) -> None:
+        assert self.sharded is not None
+        known = self.sharded.by_parameter()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p not in known:
+                        raise ValueError(
+                            f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that is not the"
+                            f" {type(self.lightning_module).__name__}'s own: build optimizers from self.parameters()"
+                        )
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        kwargs = self.distributed_sampler_kwargs
+        check_sampler(dataloader, kwargs["num_replicas"], kwargs["rank"])
+        seed_workers_by_replica(dataloader, kwargs["rank"])
+        return dataloader
+
+    # ---- the step ---------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        batch = args[0] if args else next(iter(kwargs.values()))
+        self._check_batch("training", batch)
+        self._share = self._loss_share(batch)
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._before_evaluation("validation", args[0])
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._before_evaluation("test", args[0])
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        self._before_evaluation("predict", args[0])
+        return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None and self._sync is not None and self.sharded is not None
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        share = self._share.share() if isinstance(self._share, engine.LossWeight) else self._share
+        self._share = share
+        checks = not self._first_step_done
+        # the first backward runs without overlap: its local gradients are looked at before they are summed
+        if not self._sync_blocked and not checks:
+            self._sync.begin()
+        # the weight is in the gradient only: what the user logs is the loss of his own batch
+        weighted = loss if share == 1.0 else loss * share
+        try:
+            self.precision_plugin.backward(weighted, self.lightning_module, optimizer, *args, **kwargs)
+        except BaseException:
+            self._sync.cancel()
+            raise
+        if checks:
+            engine.FirstStepCheck(self.sharded, self.generation).run()
+            self._first_step_done = True
+            if not self._sync_blocked:
+                self._sync.begin()
+        if not self._sync_blocked:
+            self._sync.finish()
+        closure_loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients locally: the backward passes inside are synced by the next one outside."""
+        self._sync_blocked, before = True, self._sync_blocked
+        try:
+            yield
+        finally:
+            self._sync_blocked = before
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Any, model: LightningModule | nn.Module | None = None, **kwargs: Any
+    ) -> Any:
+        def complete_closure() -> Any:
+            result = closure()
+            if self._sync is not None and self._sync.local:
+                names = self.sharded.by_parameter() if self.sharded is not None else {}
+                first = next(iter(names[p].name for p in self._sync.local if p in names))
+                raise RuntimeError(
+                    f"the gradient of {first!r} was not synced over the replicas: call self.manual_backward(loss)"
+                    " rather than loss.backward(), and leave block_backward_sync() before the last one"
+                )
+            return result
+
+        return super().optimizer_step(optimizer, complete_closure, model, **kwargs)
+
+    def _loss_share(self, batch: Any) -> float | engine.LossWeight:
+        """This replica's share of the global micro-batch, known or under way."""
+        module, generation = self.lightning_module, self.generation
+        assert module is not None
+        replicas = len(generation.topology.live_replicas)
+        weigh = getattr(module, "ntp_batch_weight", None)
+        if weigh is not None:
+            return engine.LossWeight(float(weigh(batch)), generation)
+        if replicas == 1:
+            return 1.0
+        loaders = module.trainer.train_dataloader
+        if self._even is None or self._even[0] is not loaders:
+            self._even = (loaders, batches_are_even(loaders, replicas))
+        if self._even[1]:
+            return 1.0 / replicas
+        return engine.LossWeight(float(engine.batch_size_of(batch)), generation)
+
+    def _check_batch(self, stage: str, batch: Any) -> None:
+        if stage in self._checked_stages:
+            return
+        self._checked_stages.add(stage)
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        loaders: Any = None
+        if trainer is not None:
+            loaders = {
+                "training": lambda: trainer.train_dataloader,
+                "validation": lambda: trainer.val_dataloaders,
+                "test": lambda: trainer.test_dataloaders,
+                "predict": lambda: trainer.predict_dataloaders,
+            }[stage]()
+        engine.check_same_batch(batch, self.generation, describe_source(loaders))
+
+    def _before_evaluation(self, stage: str, batch: Any) -> None:
+        self._check_batch(stage, batch)
+        # replicas may have different numbers of batches, so only the peers of a replica agree here
+        self._stop_together(self.generation.tensor_parallel)
+
+    def _vote_to_stop(self) -> None:
+        """Before every training batch: has anybody been told to stop? All ranks stop at the same step."""
+        self._stop_together(self.generation.world)
+
+    def _stop_together(self, group: dist.ProcessGroup | None) -> None:
+        told = self._stop.stop_requested() or 0
+        if group is not None:
+            vote = torch.tensor([told], device=self.root_device)
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
+            told = int(vote)
+        if told == 0:
+            return
+        assert self.lightning_module is not None
+        if told == signal.SIGINT:
+            raise KeyboardInterrupt
+        private.mark_sigterm_received(self.lightning_module.trainer)
+        raise SIGTERMException
+
+    # ---- clipping and scaling ---------------------------------------------------------------------------------
+
+    def grad_norm(self, optimizer: Optimizer | None = None, norm_type: float = 2.0) -> Tensor:
+        """The norm of the unsharded gradients, of one optimizer's parameters or of all. Call it on all ranks.
+
+        Returns:
+            A float64 tensor without dimensions, the same bits on all ranks.
+        """
+        assert self.sharded is not None
+        parameters: Iterable[Tensor] = (e.parameter for e in self.sharded)
+        if optimizer is not None:
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+        return engine.gradient_norm(self.sharded, parameters, self.generation, norm_type)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        assert self.sharded is not None
+        engine.clip_gradients(
+            self.sharded, self.precision_plugin.main_params(optimizer), self.generation, float(clip_val)
+        )
+
+    def _agree_on_overflow(self, found: Tensor) -> None:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.generation.world)
+
+    # ---- collectives ------------------------------------------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._runtime is None:
+            return
+        devices = [self.root_device.index] if self.root_device.type == "cuda" else None
+        dist.barrier(group=self.generation.world, device_ids=devices)
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        if self._runtime is None:
+            return obj
+        boxed = [obj]
+        dist.broadcast_object_list(boxed, src, group=self.generation.world, device=self.root_device)
+        return boxed[0]
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce over replicas: tensor-parallel peers hold the same value, which counts once."""
+        if not isinstance(tensor, Tensor) or self._runtime is None:
+            return tensor
+        name = str(reduce_op if reduce_op is not None else "sum").rpartition(".")[2].lower()
+        generation = self.generation
+        value = tensor.detach().clone().to(self.root_device)
+        if name in ("mean", "avg", "sum"):
+            if not generation.is_first_of_replica:
+                value.zero_()
+            dist.all_reduce(value, group=generation.world)
+            if name != "sum":
+                mean = value / len(generation.topology.live_replicas)
+                value = mean.to(value.dtype)
+        else:
+            try:
+                operation = getattr(dist.ReduceOp, name.upper())
+            except AttributeError:
+                raise ValueError(f"reduce_op={reduce_op!r} is none of mean, sum, max, min, product") from None
+            if name == "product" and not generation.is_first_of_replica:
+                value.fill_(1)
+            dist.all_reduce(value, op=operation, group=generation.world)
+        tensor.data.copy_(value)  # Lightning 2.6.6 relies on the change in place (result.py)
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._runtime is None:
+            return decision
+        vote = torch.tensor(int(decision), device=self.root_device)
+        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        dist.all_reduce(vote, op=operation, group=self.generation.world)
+        return bool(vote)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """One row per replica, in order: tensor-parallel peers hold the same value.
+
+        Args:
+            tensor: Any shape, the same on all ranks.
+            group: Must be None.
+            sync_grads: Whether gradients flow back to the replicas' own tensors.
+        """
+        if self._runtime is None:
+            return tensor.unsqueeze(0)
+        if sync_grads and tensor.requires_grad:
+            return gather_with_gradient(tensor, self.generation)
+        return torch.stack(gather_from_replicas(tensor.detach(), self.generation))
+
+    def _gather_metric_state(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
+        return gather_from_replicas(state, self.generation)
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The unsharded state dict on rank 0, empty elsewhere. Call it on all ranks."""
+        if self.sharded is None:
+            assert self.lightning_module is not None
+            return self.lightning_module.state_dict()
+        return checkpoints.full_state_dict(self.sharded, self.generation)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        state = checkpoint["state_dict"]
+        known = getattr(self.lightning_module, "_ntp_sharded", None)
+        if isinstance(known, ShardedModel):
+            state = checkpoints.local_state_dict(known, state)
+        self.lightning_module.load_state_dict(state, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's unsharded state dict on rank 0, empty elsewhere. Call it on all ranks."""
+        assert self.sharded is not None
+        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the real one
+        return checkpoints.full_optimizer_state(self.sharded, inner, self.generation)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.sharded is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(checkpoints.local_optimizer_state(self.sharded, optimizer, state))
+
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        """The unsharded gradients by parameter name on rank 0, empty elsewhere. Call it on all ranks."""
+        assert self.sharded is not None
+        gathered = {
+            e.name: gather_full(e, e.parameter.grad, self.generation) if e.parameter.grad is not None else None
+            for e in self.sharded
+        }
+        return gathered if self.global_rank == 0 else {}
+
+    def assert_copies_equal(self) -> None:
+        """Check that all replicas and copies hold the same bits. Call it on all ranks.
+
+        Raises:
+            AssertionError: Naming the parameters that differ.
+        """
+        assert self.sharded is not None
+        differing = engine.differing_copies(self.sharded, self.generation)
+        if differing:
+            raise AssertionError(f"copies have different bits: {', '.join(differing)}")
+
+    @override
+    def teardown(self) -> None:
+        self._stop.uninstall()
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = None
+        super().teardown()
+
+
+def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
+    if timeout is None:
+        return DEFAULT_TIMEOUT
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not math.isfinite(seconds) or seconds <= 0:
+        raise ValueError(f"timeout={timeout!r} must be a finite number of seconds above 0, or a timedelta")
+    return timedelta(seconds=seconds)
+
+
+def _step_arguments(module: LightningModule) -> tuple[str, ...]:
+    code = getattr(module.training_step, "__code__", None)
+    return code.co_varnames[: code.co_argcount] if code is not None else ()

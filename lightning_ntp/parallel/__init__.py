@@ -1,0 +1,35 @@
+"""The parallel floor: tensor-parallel modules for any degree, and plans that apply them. Torch, no Lightning."""
+
+from lightning_ntp.parallel.apply import Plan, match_plan, parallelize
+from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter
+from lightning_ntp.parallel.styles import (
+    MLP,
+    STYLES,
+    Attention,
+    Colwise,
+    EmbeddingRowwise,
+    ParallelStyle,
+    Replicated,
+    ReplicatedWithGradAllReduce,
+    Rowwise,
+)
+
+__all__ = [
+    "MLP",
+    "STYLES",
+    "Attention",
+    "Colwise",
+    "EmbeddingRowwise",
+    "ParallelStyle",
+    "Plan",
+    "PlanError",
+    "Replicated",
+    "ReplicatedWithGradAllReduce",
+    "Rowwise",
+    "ShardedModel",
+    "ShardedParameter",
+    "TensorParallelContext",
+    "match_plan",
+    "parallelize",
+]

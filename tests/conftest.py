@@ -1,0 +1,70 @@
+"""Fixtures for all tests: worlds of real processes, and checks that no test leaves anything behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.harness import Crew, World
+from tests.harness.leaks import (
+    mark_session,
+    no_environment_changes,
+    no_file_leaks,
+    no_process_leaks,
+    no_signal_handler_changes,
+    no_thread_leaks,
+)
+
+_crews: list[Crew] = []
+"""The session's crew, once a test has asked for a world."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register markers; name this session's processes."""
+    config.addinivalue_line("markers", "parity: compares training in a world with a dense single-process run")
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+    config.addinivalue_line("markers", "leaky: exempt from the leak checks (give the reason beside it)")
+    mark_session()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the fork server and its ranks, also after an interrupted session."""
+    while _crews:
+        _crews.pop().close()
+
+
+def _shared_crew() -> Crew:
+    if not _crews:
+        _crews.append(Crew())
+    return _crews[0]
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    """``world(n)`` gives ``n`` processes that look like launched ranks; ``world(n, fresh=True)`` unused ones.
+
+    All tests share the processes: between runs the package's runtime and torch's process groups are torn down.
+    """
+
+    def make(n: int, fresh: bool = False) -> World:
+        return World(_shared_crew(), n, fresh)
+
+    yield make
+    if _crews and _crews[0].open_run is not None:
+        _crews[0].open_run.abandon()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("leaky"):
+        yield
+        return
+    with (
+        no_file_leaks(),
+        no_environment_changes(),
+        no_signal_handler_changes(),
+        no_thread_leaks(),
+        no_process_leaks(lambda: _crews[0].server_pid if _crews else None),
+    ):
+        yield

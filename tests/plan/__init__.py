@@ -1,0 +1,1 @@
+"""The plan floor, tested on Python lists."""
