@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from tests.harness import RankError, World
 from tests.harness.leaks import (
@@ -159,6 +161,18 @@ def test_a_hanging_rank_is_shown_with_its_stack_and_killed(world: Worlds) -> Non
     assert failure.outcomes[1].value == 1
     assert not Path(f"/proc/{failure.first.pid}").exists()
     assert world(2).run(_pid), "the world works again"
+
+
+def _train_then_hang() -> None:
+    trainer = Trainer(fast_dev_run=1, accelerator="cpu", logger=False, enable_progress_bar=False)
+    trainer.fit(BoringModel())
+    _wait_for_nothing()
+
+
+def test_a_rank_that_hangs_after_training_shows_its_stack_too(world: Worlds) -> None:
+    """A Trainer saves and restores all signal handlers, the one of the stack dump must survive that."""
+    _, failure = _timed(lambda: world(1).run(_train_then_hang, timeout=6.0, env={"WORLD_SIZE": "1"}))
+    assert "_wait_for_nothing" in failure.first.stacks
 
 
 def test_a_killed_rank_is_reported_with_its_signal(world: Worlds) -> None:

@@ -49,7 +49,7 @@ def main() -> None:
     trainer.fit(model, data)
 
     checkpoint = args.output / "gpt.ckpt"
-    trainer.save_checkpoint(checkpoint)  # on all ranks: each holds a part of the model
+    trainer.save_checkpoint(checkpoint, weights_only=False)  # on all ranks: each holds a part of the model
     if trainer.is_global_zero:
         # One ordinary file with the whole model in it: any Lightning program loads it, on one device too.
         report.print(checkpoint, LanguageModel.load_from_checkpoint(checkpoint, map_location="cpu", weights_only=True))

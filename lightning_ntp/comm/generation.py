@@ -61,12 +61,21 @@ class Generation:
         assert world is not None
         self.world: dist.ProcessGroup = world
         self._backend, self._timeout = backend, timeout
-        own = topology.tensor_parallel_slots(self.replica)
-        self.tensor_parallel = self._group(own, "tensor_parallel")
-        self.sync_tensor_parallel = self._group(own, "sync_tensor_parallel")
+        self.tensor_parallel: dist.ProcessGroup | None = None
+        self.sync_tensor_parallel: dist.ProcessGroup | None = None
         self.sync_data_parallel: dist.ProcessGroup | None = None
-        if self.index in topology.sync_indices:
-            self.sync_data_parallel = self._group(topology.data_parallel_slots(self.index), "sync_data_parallel")
+        # All ranks make all groups in one order, also those they are no member of: torch numbers groups by what a
+        # process has made before, and members must agree on the number (torch 2.13; so does local synchronization).
+        for replica in topology.live_replicas:
+            slots = topology.tensor_parallel_slots(replica)
+            compute, sync = self._group(slots, "tensor_parallel"), self._group(slots, "sync_tensor_parallel")
+            if slot in slots:
+                self.tensor_parallel, self.sync_tensor_parallel = compute, sync
+        for index in topology.sync_indices:
+            slots = topology.data_parallel_slots(index)
+            group = self._group(slots, "sync_data_parallel")
+            if slot in slots:
+                self.sync_data_parallel = group
 
     @property
     def is_sync_index(self) -> bool:
@@ -90,10 +99,8 @@ class Generation:
     def _group(self, slots: Sequence[int], description: str) -> dist.ProcessGroup | None:
         if len(slots) == 1:
             return None
-        return dist.new_group(  # type: ignore[no-any-return]
-            [self.topology.rank(slot) for slot in slots],
-            timeout=self._timeout,
-            backend=self._backend,
-            use_local_synchronization=True,  # only the members take part: replicas differ in what they build
-            group_desc=description,
+        ranks = [self.topology.rank(slot) for slot in slots]
+        group: dist.ProcessGroup = dist.new_group(  # a non-member gets a placeholder, which the caller drops
+            ranks, timeout=self._timeout, backend=self._backend, group_desc=description
         )
+        return group

@@ -9,6 +9,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -30,17 +31,20 @@ def live_on_after_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent dies, so that a dead rank's own children can still be found."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of(pid: int) -> set[int]:
+    """Living children of ``pid``."""
+    return set(_children_by_parent().get(pid, ()))
+
+
 def descendants(roots: set[int]) -> set[int]:
-    """All living descendants of ``roots`` (without them), from ``/proc``; empty where there is no ``/proc``."""
-    children: dict[int, list[int]] = {}
-    with contextlib.suppress(OSError):
-        for entry in os.listdir("/proc"):
-            if entry.isdigit():
-                # A process may vanish between listdir and open.
-                with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as f:
-                    # The second field, the command name, may contain spaces and brackets.
-                    parent = int(f.read().rpartition(b")")[2].split()[1])
-                    children.setdefault(parent, []).append(int(entry))
+    """All living descendants of ``roots``, without them."""
+    children = _children_by_parent()
     found: set[int] = set()
     stack = list(roots)
     while stack:
@@ -49,6 +53,21 @@ def descendants(roots: set[int]) -> set[int]:
                 found.add(child)
                 stack.append(child)
     return found
+
+
+def _children_by_parent() -> dict[int, list[int]]:
+    """From ``/proc``; empty where there is none."""
+    children: dict[int, list[int]] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                # A process may vanish between listdir and open.
+                with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{entry}/stat", "rb") as f:
+                    # The second field, the command name, may contain spaces and brackets.
+                    state, parent = f.read().rpartition(b")")[2].split()[:2]
+                    if state not in (b"Z", b"X"):
+                        children.setdefault(int(parent), []).append(int(entry))
+    return children
 
 
 def kill_trees(roots: set[int]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from lightning_ntp.launch.channel import Channel, Message
-from lightning_ntp.launch.lifeline import die_with_parent, kill_trees, live_on_after_parent
+from lightning_ntp.launch.lifeline import adopt_orphans, children_of, die_with_parent, kill_trees, live_on_after_parent
 from lightning_ntp.launch.program import Program
 from lightning_ntp.launch.rank import Start, run
 
@@ -66,6 +66,7 @@ class ForkServer:
         self._channel = channel
         self._parent_pid = parent_pid
         self._ranks: dict[int, int] = {}  # pid -> slot
+        self._left_on_purpose: set[int] = set()
         self._signals: list[int] = []
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -80,6 +81,7 @@ class ForkServer:
 
     def serve(self, program: Program, job_dir: Path, orders: list[Message]) -> Start | None:
         """Serve until the end. Returns in two kinds of processes: here with ``None``, in each rank with its start."""
+        adopt_orphans()
         gc.collect()
         gc.freeze()  # the ranks share these pages; a collection would copy them
         while True:
@@ -145,11 +147,26 @@ class ForkServer:
                 os.kill(pid, signum)
 
     def _reap(self) -> None:
-        for pid, slot in list(self._ranks.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del self._ranks[pid]
-                self._channel.send({"did": "ended", "slot": slot, "code": os.waitstatus_to_exitcode(status)})
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            slot = self._ranks.pop(pid, None)
+            if slot is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._end_orphans(code)
+                self._channel.send({"did": "ended", "slot": slot, "code": code})
+
+    def _end_orphans(self, code: int) -> None:
+        """A killed rank could not end its DataLoader workers. What a rank leaves on purpose (a daemon) may stay."""
+        orphans = children_of(os.getpid()) - self._ranks.keys() - self._left_on_purpose
+        if code < 0:
+            kill_trees(orphans)
+        else:
+            self._left_on_purpose |= orphans
 
 
 def unsafe_to_fork() -> str | None:

@@ -31,6 +31,11 @@ class ServerProcess:
         self.channel = channel
         self._code: int | None = None
 
+    def kill(self) -> None:
+        """End it and its ranks by force."""
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
     def end(self) -> int:
         """Tell it to end (it kills the ranks that still live), by force if it does not. Returns its exit code."""
         if self._code is None:
@@ -42,8 +47,7 @@ class ServerProcess:
                 if pid:
                     self._code = os.waitstatus_to_exitcode(status)
                 elif time.monotonic() > deadline:
-                    # Still importing, or stuck: its ranks die with it.
-                    os.kill(self.pid, signal.SIGKILL)
+                    self.kill()  # still importing, or stuck
                     deadline = float("inf")
                 else:
                     time.sleep(0.01)

@@ -168,7 +168,8 @@ class Supervisor:
             for signum, to_ranks in self._relay.due(now):
                 if not self.pids:
                     self._ending.stop(signum, now)
-                    return  # none has started: ending the server is all there is to do
+                    server.kill()  # none has started, and none shall
+                    return
                 if self._ending.stop_signal is None and to_ranks:
                     server.channel.send({"do": "signal", "signum": signum})
                 self._ending.stop(signum, now)

@@ -43,6 +43,9 @@ class LaunchableStrategy(Protocol):
     @property
     def accelerator(self) -> Accelerator | None: ...
 
+    def check_before_launch(self) -> None:
+        """Raise what can be known to be wrong before any rank starts."""
+
     def set_world_ranks(self) -> None:
         """Take rank and world size from the environment. Called in a rank whose strategy came by pickle or fork."""
 
@@ -99,6 +102,12 @@ class NTPLauncher(_Launcher):
                 f"This process was started by another launcher ({type(environment).__name__}), which ends all ranks"
                 " when one of them dies. Start the script once, with plain `python`: the strategy starts the ranks."
             )
+        try:
+            self._strategy.check_before_launch()
+        except BaseException:
+            if trainer is not None:
+                _neutralise(trainer)
+            raise
         if self._start_method == "popen":
             self._run_script(trainer)
         return self._run_call(function, args, kwargs, trainer)

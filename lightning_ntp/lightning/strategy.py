@@ -35,11 +35,19 @@ from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
 from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
 from lightning_ntp.lightning.model_plan import plan_of
+from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.topology import as_size, resolve_degrees
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+_LOADERS = {
+    "training": "train_dataloader",
+    "validation": "val_dataloaders",
+    "test": "test_dataloaders",
+    "predict": "predict_dataloaders",
+}
 
 
 class NTPStrategy(ParallelStrategy):
@@ -103,7 +111,7 @@ class NTPStrategy(ParallelStrategy):
         self._tensor_parallel_size = tensor_parallel_size
         self._data_parallel_size = data_parallel_size
         self._degrees = None if degrees is None else tuple(degrees)
-        self._plan = plan
+        self.plan = plan
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._process_group_backend = process_group_backend
         self._timeout = _as_timedelta(timeout)
@@ -205,7 +213,17 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        check_trainer(self, self._layer_sync)
         self._launcher = NTPLauncher(self, self.start_method)
+
+    def check_before_launch(self) -> None:
+        """Called by the launcher in the supervisor, before any rank starts.
+
+        Raises:
+            ValueError: If the model or its plan cannot work.
+        """
+        if self.lightning_module is not None:
+            check_model(self, self.lightning_module)
 
     @override
     def setup_environment(self) -> None:
@@ -267,7 +285,7 @@ class NTPStrategy(ParallelStrategy):
                 raise RuntimeError(
                     f"the parameter {name!r} is on the meta device: create parameters with values in configure_model"
                 )
-        plan = plan_of(module, self._plan) if generation.topology.full_degree > 1 else {}
+        plan = plan_of(module, self.plan) if generation.topology.full_degree > 1 else {}
         place = TensorParallelContext(
             generation.topology.family, generation.degree, generation.index, generation.tensor_parallel
         )
@@ -332,7 +350,8 @@ class NTPStrategy(ParallelStrategy):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         self._before_evaluation("predict", args[0])
-        return super().predict_step(*args, **kwargs)
+        output: STEP_OUTPUT = super().predict_step(*args, **kwargs)
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -411,15 +430,8 @@ class NTPStrategy(ParallelStrategy):
         if stage in self._checked_stages:
             return
         self._checked_stages.add(stage)
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        loaders: Any = None
-        if trainer is not None:
-            loaders = {
-                "training": lambda: trainer.train_dataloader,
-                "validation": lambda: trainer.val_dataloaders,
-                "test": lambda: trainer.test_dataloaders,
-                "predict": lambda: trainer.predict_dataloaders,
-            }[stage]()
+        assert self.lightning_module is not None
+        loaders = getattr(self.lightning_module.trainer, _LOADERS[stage])
         engine.check_same_batch(batch, self.generation, describe_source(loaders))
 
     def _before_evaluation(self, stage: str, batch: Any) -> None:

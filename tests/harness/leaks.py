@@ -120,7 +120,8 @@ def no_thread_leaks() -> Iterator[None]:
 @contextmanager
 def no_signal_handler_changes() -> Iterator[None]:
     """Fail (and put things right) if a signal's handler is another one after the test."""
-    numbers = [s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP)]
+    # SIGALRM is pytest-timeout's.
+    numbers = [s for s in signal.Signals if s not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGALRM)]
     before = {number: signal.getsignal(number) for number in numbers}
     yield
     changed = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) != before[n]}

@@ -51,6 +51,10 @@ def serve(sock: socket.socket, directory: str) -> None:
     stacks = open(Path(directory, "stacks"), "w")  # noqa: SIM115 - faulthandler needs it for the whole life
     faulthandler.enable(file=stacks)
     faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
+    # A Trainer saves and restores the handlers of all valid signals, and would put "default" over faulthandler's, which
+    # Python does not know of. So nobody is to see this signal.
+    others = signal.valid_signals() - {DUMP_SIGNAL}
+    signal.valid_signals = lambda: set(others)
     import torch
 
     torch.set_num_threads(1)

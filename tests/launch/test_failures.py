@@ -15,7 +15,7 @@ def test_exception_in_all_ranks_is_printed_once(tmp_path: Path) -> None:
     assert done.stderr.count("Traceback") == done.stderr.count("ValueError: no good in ") == 1
     assert done.stderr.endswith("(raised by all 3 ranks)\n")
     # As python itself would print it: no frame of the launcher.
-    assert done.stderr.count("File ") == 2 and f'File "{tmp_path}/script.py", line 7, in f' in done.stderr
+    assert done.stderr.count("File ") == 2 and f'File "{tmp_path}/script.py", line 8, in f' in done.stderr
 
 
 def test_exception_in_one_rank_ends_the_others_and_is_the_cause(tmp_path: Path) -> None:

@@ -53,17 +53,16 @@ def test_kill_minus_nine_of_the_server_ends_the_job_with_a_clear_message(tmp_pat
         ranks = _pids(tmp_path, "rank-*", 2)
         children = _pids(tmp_path, "child-*", 2)
         os.kill(parent_of(ranks[0]), signal.SIGKILL)
-        _, stderr = supervisor.communicate(timeout=20)
-        assert supervisor.returncode == 1
-        assert "fork server" in stderr and "killed by signal 9" in stderr
         assert wait_until_gone(ranks) == []
         # A rank's own children are beyond reach once both their parents are gone.
         for child in children:
-            assert alive(child)
             os.kill(child, signal.SIGKILL)
+        _, stderr = supervisor.communicate(timeout=20)
+        assert supervisor.returncode == 1
+        assert "fork server" in stderr and "killed by signal 9" in stderr
 
 
-def test_rank_that_dies_takes_nobody_elses_children(tmp_path: Path) -> None:
+def test_killed_rank_leaves_no_children_and_no_peer(tmp_path: Path) -> None:
     write(tmp_path, BODY, options="failure_grace=timedelta(seconds=0.3), kill_grace=timedelta(seconds=0.3)")
     with running("script.py", cwd=tmp_path) as supervisor:
         ranks, children = _pids(tmp_path, "rank-*", 2), _pids(tmp_path, "child-*", 2)
@@ -72,9 +71,22 @@ def test_rank_that_dies_takes_nobody_elses_children(tmp_path: Path) -> None:
         _, stderr = supervisor.communicate(timeout=20)
         assert supervisor.returncode == 128 + 9
         assert "killed by SIGKILL" in stderr
-        assert wait_until_gone([server, *ranks]) == []
-        # The survivor was killed by us, with its descendants; the other one's death was not our doing.
-        orphans = [child for child in children if alive(child)]
-        assert len(orphans) <= 1
-        for child in orphans:
-            os.kill(child, signal.SIGKILL)
+        assert wait_until_gone([server, *ranks, *children]) == []
+
+
+def test_daemon_that_a_rank_leaves_on_purpose_lives_on(tmp_path: Path) -> None:
+    body = """
+    import subprocess
+    daemon = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True,
+                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    open(f"daemon-{daemon.pid}", "w").close()
+    """
+    write(tmp_path, body)
+    with running("script.py", cwd=tmp_path) as supervisor:
+        supervisor.communicate(timeout=20)
+        assert supervisor.returncode == 0
+    daemons = _pids(tmp_path, "daemon-*", 2)
+    assert all(alive(daemon) for daemon in daemons)
+    for daemon in daemons:
+        os.kill(daemon, signal.SIGKILL)
+    assert wait_until_gone(daemons) == []
