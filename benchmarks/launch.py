@@ -2,8 +2,8 @@
 
     python benchmarks/launch.py [--ranks 8] [--pairs 5] [--ddp]
 
-The clock starts before the script's interpreter and stops in the last rank to enter its first ``training_step``. The aim
-is a ratio of at most 2. ``--ddp`` measures Lightning's own ``strategy="ddp"`` beside it.
+The clock starts before the script's interpreter and stops in the last rank to enter its first ``training_step``. Aim:
+a ratio of at most 2. ``--ddp`` measures Lightning's own ``strategy="ddp"`` beside it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 import lightning.pytorch as pl
-import lightning_ntp
 
 
 class Module(pl.LightningModule):
@@ -44,9 +43,6 @@ class Module(pl.LightningModule):
 
     def train_dataloader(self):
         return torch.utils.data.DataLoader(torch.ones(64, 8), 1)
-
-    def configure_tp_plan(self):
-        return {}
 
 
 if sys.argv[1] == "ntp":
@@ -85,7 +81,7 @@ def measure(launcher: str, ranks: int) -> float:
 
 
 def _row(name: str, values: list[float], unit: str) -> str:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return f"{name:<28}{middle:8.2f}{unit}   [{low:.2f}, {high:.2f}]"
 
 

@@ -35,9 +35,10 @@ def check_same_batch(batch: Any, generation: Generation, source: str) -> None:
     if not _agree(_fingerprint(batch), generation):
         raise PeerMismatchError(
             f"the ranks of replica {generation.replica} got different batches from {source}. Tensor-parallel peers"
-            f" must see the same samples: shard data by replica, not by rank (num_replicas="
-            f"{len(generation.topology.live_replicas)} and rank=replica; `trainer.distributed_sampler_kwargs` has"
-            " both), and give a shuffling sampler the same seed on all ranks"
+            " must see the same samples: shard data by replica, not by rank"
+            f" (num_replicas={len(generation.topology.live_replicas)} and rank=replica, which"
+            " `trainer.distributed_sampler_kwargs` holds), give a shuffling sampler the same seed on all ranks, and"
+            " seed a dataset that makes random data"
         )
 
 

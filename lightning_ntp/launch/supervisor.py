@@ -209,6 +209,8 @@ class Supervisor:
 
     def _outcome(self, job_dir: Path) -> Outcome:
         cause = find_cause(self._failures)
+        for signum, _ in self._relay.due(float("inf")):  # all ranks ended of it before it was this loop's turn
+            self._ending.stop(signum, time.monotonic())
         stop = self._ending.stop_signal
         forced = self._ending.forced or len(self._codes) < self.ranks
         code = exit_code(self._codes, cause, stop, forced)

@@ -218,8 +218,8 @@ def _deal(owned: Mapping[int, tuple[int, ...]], dropped: int, count: int) -> dic
     free = owned[dropped]
     rest = sorted(i for i in owned if i != dropped)
     base, more = divmod(count, len(rest))
-    # the indices that are already largest get the larger share: no unit that stays ever has to move
-    larger = set(sorted(rest, key=lambda i: (-len(owned[i]), i))[:more])
+    # at every degree the lowest indices hold the larger share, so no index ever shrinks and what stays never moves
+    larger = set(rest[:more])
     dealt: dict[int, tuple[int, ...]] = {}
     start = 0
     for index in rest:

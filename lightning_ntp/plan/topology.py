@@ -282,6 +282,16 @@ def _degrees(degrees: object) -> tuple[int, ...]:
 
 
 def as_size(name: str, value: object, or_else: str = "") -> int:
+    """A size that the user gave, as an integer: whole floats and NumPy's integers are taken too.
+
+    Args:
+        name: How the user calls it; opens the error.
+        value: What was given.
+        or_else: What else would be allowed, for the error, for example ``"'auto' or "``.
+
+    Raises:
+        TopologyError: If it is not an integer of at least 1.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # YAML and arithmetic give 4.0
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):

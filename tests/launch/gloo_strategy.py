@@ -20,6 +20,9 @@ class GlooStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         self._launcher = NTPLauncher(self, *self._ntp)
 
+    def check_before_launch(self) -> None:
+        return None
+
     def set_world_ranks(self) -> None:
         super().set_world_ranks()
         if not is_rank():

@@ -25,7 +25,7 @@ def test_interpreter_flags_reach_cold_ranks(tmp_path: Path) -> None:
 
 
 def test_unbuffered_output_stays_warm_and_unbuffered(tmp_path: Path) -> None:
-    write(tmp_path, "print(sys.stdout.write_through, 'gc' in sys.modules and __import__('gc').get_freeze_count() > 0)")
+    write(tmp_path, "sys.stdout.write(f'{sys.stdout.write_through} {__import__(\"gc\").get_freeze_count() > 0}\\n')")
     assert run("-u", "script.py", cwd=tmp_path).stdout == "True True\n" * 2
 
 

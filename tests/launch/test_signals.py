@@ -108,10 +108,10 @@ def test_ranks_stop_by_themselves_and_the_job_ends_with_their_code(tmp_path: Pat
 
 def test_ranks_with_default_handlers_end_with_the_signals_code(tmp_path: Path) -> None:
     write(tmp_path, "open(f'ready-{slot}', 'w').close()\ntime.sleep(60)")
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum, send in ((signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)):
         with running("script.py", cwd=tmp_path) as supervisor:
             wait_for(tmp_path, "ready-*", 2)
-            os.kill(supervisor.pid, signum)
+            send(supervisor.pid, signum)
             _, stderr = supervisor.communicate(timeout=20)
         assert (supervisor.returncode, stderr) == (128 + signum, "")
         for path in tmp_path.glob("ready-*"):

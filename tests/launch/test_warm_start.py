@@ -1,7 +1,6 @@
 """A rank forked from the warm server cannot be told from ``python script.py``."""
 
 import json
-import sys
 import textwrap
 from pathlib import Path
 
@@ -181,7 +180,3 @@ def test_module_of_the_scripts_directory_shadows_nothing_else(tmp_path: Path) ->
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert run(tmp_path / "script.py", cwd=elsewhere).stdout == "True False\n"
-
-
-def test_python_version_supports_orig_argv() -> None:
-    assert sys.orig_argv

@@ -1,0 +1,125 @@
+"""What a rank can be watched for during some steps: bytes it sends, collectives it enters, memory it needs at peak."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+_BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info (linux/tcp.h, Linux 4.19 and newer)
+_M_MMAP_THRESHOLD = -3  # malloc.h of glibc
+_resident_at_start = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Of one rank in some steps."""
+
+    bytes_sent: int
+    """Over TCP, as the kernel has counted them: payload of all collectives, and gloo's headers."""
+    collectives: dict[str, int]
+    """Number of calls by name, those from C++ included."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one rank, in bytes."""
+
+    parameters: int
+    state: int
+    """Parameters, gradients and optimizer state: what a rank cannot do without."""
+    peak: int
+    """Highest resident memory during a step, over that before the model was built."""
+
+
+def start_memory() -> None:
+    """Take note of resident memory before the model exists.
+
+    Tensors of 64 KiB and more get pages of their own from now on, which go back to the system at once when a tensor
+    dies: what stays resident is what is used.
+    """
+    global _resident_at_start
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
+    _resident_at_start = _status("VmRSS")
+
+
+def watch_traffic(module: Any) -> Callable[[], Traffic]:
+    """Count what is sent until the returned function is called."""
+    recorder = profile(
+        activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)
+    )
+    recorder.start()
+    before = _bytes_sent()
+
+    def finish() -> Traffic:
+        sent = _bytes_sent() - before
+        recorder.stop()
+        events = recorder.profiler.kineto_results.events()  # type: ignore[union-attr]
+        names = Counter(e.name().removeprefix("c10d::") for e in events if e.name().startswith("c10d::"))
+        return Traffic(sent, dict(names))
+
+    return finish
+
+
+def watch_memory(module: Any) -> Callable[[], Memory]:
+    """Measure the peak until the returned function is called, with batches of a few tokens."""
+    module.tiny = True
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
+
+    def finish() -> Memory:
+        module.tiny = False
+        peak = _status("VmHWM") - _resident_at_start
+        parameters = list(module.parameters())
+        states = [
+            value
+            for optimizer in module.trainer.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        held = sum(_size(p) for p in parameters)
+        return Memory(held, 2 * held + sum(_size(t) for t in states), peak)
+
+    return finish
+
+
+ACCOUNTS: dict[str, Callable[..., Callable[[], Any]]] = {"traffic": watch_traffic, "memory": watch_memory}
+
+
+def _size(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.numel() * local.element_size())
+
+
+def _status(field: str) -> int:
+    found = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def _bytes_sent() -> int:
+    """By all TCP connections of this process since they were made."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+        except OSError:  # no TCP, or closed by now
+            continue
+        total += struct.unpack_from("Q", info, _BYTES_SENT)[0]
+    return total
