@@ -31,6 +31,28 @@ def full_state_dict(model: ShardedModel, generation: Generation) -> dict[str, An
     return state if generation.rank == 0 else {}
 
 
+def check_still_fits(model: ShardedModel, generation: Generation) -> None:
+    """A module that an earlier trainer call has cut: are its shards what this one needs?
+
+    Raises:
+        RuntimeError: If it was cut for another place, or parameters were added or replaced since.
+    """
+    place = (generation.topology.family, generation.degree, generation.index)
+    if (model.place.family, model.place.degree, model.place.index) != place:
+        raise RuntimeError(
+            f"{type(model.module).__name__} was cut for tensor-parallel degree {model.place.degree} (index"
+            f" {model.place.index}) by an earlier trainer; this rank now has degree {generation.degree} (index"
+            f" {generation.index}): save a checkpoint, make a new module and continue with `fit(ckpt_path=...)`"
+        )
+    known = model.by_parameter()
+    for name, parameter in model.module.named_parameters():
+        if parameter not in known:
+            raise RuntimeError(
+                f"the parameter {name!r} of shape {tuple(parameter.shape)} came to {type(model.module).__name__} after"
+                " it was cut: make a new module with it, and load the other weights from a checkpoint"
+            )
+
+
 def local_state_dict(model: ShardedModel, state: Mapping[str, Any]) -> dict[str, Any]:
     """Cut an unsharded state dict to this rank's shards.
 

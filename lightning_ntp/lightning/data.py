@@ -60,9 +60,8 @@ def describe_source(dataloaders: Any) -> str:
 def _is_even(loader: object, replicas: int) -> bool:
     if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
         return False
-    batches = loader.batch_sampler
-    regular = loader.batch_size is not None or isinstance(batches, BatchSampler)
-    return regular and loader.sampler.num_replicas == replicas
+    # a subclass may make batches of any size
+    return type(loader.batch_sampler) is BatchSampler and loader.sampler.num_replicas == replicas
 
 
 def _leaves(dataloaders: Any) -> Iterator[object]:

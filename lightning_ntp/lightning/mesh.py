@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -56,6 +56,9 @@ class Mesh:
         if name not in self.mesh_dim_names:
             raise KeyError(f"the mesh has the dimensions {self.mesh_dim_names}, not {name!r}")
         return MeshDimension(self._runtime, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mesh:
+        return self  # a copied module (weight averaging, pruning) lives in the same replica
 
     def __repr__(self) -> str:
         return f"Mesh(degrees={self._runtime.generation.topology.degrees})"

@@ -9,13 +9,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_ntp.comm import Generation
+from lightning_ntp.comm import Generation, runtime
 
 
 def gather_from_replicas(tensor: Tensor, generation: Generation) -> list[Tensor]:
     """The tensors of all live replicas, in order; shapes may differ. Collective over all members."""
     everyone = gather_all_tensors(tensor, group=generation.world)
     return [everyone[rank] for rank in generation.first_ranks]
+
+
+def gather_metric_state(state: Tensor, group: Any | None = None) -> list[Tensor]:
+    """A ``dist_sync_fn`` for torchmetrics. A plain function: metrics are copied and pickled along with their module.
+
+    Args:
+        state: A state of a metric; replicas may hold different shapes.
+        group: The metric's process group, which a membership change would make stale: not used.
+    """
+    current = runtime.current()
+    return [state] if current is None else gather_from_replicas(state, current.generation)
 
 
 def gather_with_gradient(tensor: Tensor, generation: Generation) -> Tensor:

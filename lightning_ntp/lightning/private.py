@@ -48,6 +48,15 @@ def replace_stop_broadcasts(trainer: Trainer, vote: Callable[[], None]) -> None:
     trainer._signal_connector._sigterm_notifier_fn = lambda signum, _: None  # type: ignore[method-assign]
 
 
+def restore_signal_handlers(trainer: Trainer) -> None:
+    """Put back the handlers that Lightning found when it registered its own.
+
+    2.6.6: ``Trainer._teardown`` does this after ``strategy.teardown``, and so would put our own handler back after
+    we have taken it away. Done twice it changes nothing.
+    """
+    trainer._signal_connector.teardown()
+
+
 def mark_sigterm_received(trainer: Trainer) -> None:
     """2.6.6: read by the loops through ``Trainer.received_sigterm``."""
     trainer._signal_connector.received_sigterm = True

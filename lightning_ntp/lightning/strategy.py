@@ -33,7 +33,7 @@ from lightning_ntp.lightning.data import batches_are_even, check_sampler, descri
 from lightning_ntp.lightning.environment import NTPEnvironment
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
-from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
+from lightning_ntp.lightning.metrics import gather_from_replicas, gather_metric_state, gather_with_gradient
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
@@ -269,15 +269,18 @@ class NTPStrategy(ParallelStrategy):
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
         private.replace_stop_broadcasts(trainer, self._vote_to_stop)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            metric.dist_sync_fn = self._gather_metric_state
+            metric.dist_sync_fn = gather_metric_state
         self._first_step_done = False
         self._checked_stages = set()
+        # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
+        self._share_random_state()
         self._stop.install()
 
     def _shard(self, module: LightningModule) -> None:
         known = getattr(module, "_ntp_sharded", None)
         generation = self.generation
         if isinstance(known, ShardedModel) and known.module is module:
+            checkpoints.check_still_fits(known, generation)
             self.sharded = known  # `test` after `fit` in one script
             return
         for name, parameter in module.named_parameters():
@@ -499,7 +502,11 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce over replicas: tensor-parallel peers hold the same value, which counts once."""
+        """Reduce over replicas: tensor-parallel peers hold the same value, which counts once.
+
+        Returns:
+            A new tensor; the input stays as it is, so that an interrupted reduction can be repeated.
+        """
         if not isinstance(tensor, Tensor) or self._runtime is None:
             return tensor
         name = str(reduce_op if reduce_op is not None else "sum").rpartition(".")[2].lower()
@@ -510,8 +517,8 @@ class NTPStrategy(ParallelStrategy):
                 value.zero_()
             dist.all_reduce(value, group=generation.world)
             if name != "sum":
-                mean = value / len(generation.topology.live_replicas)
-                value = mean.to(value.dtype)
+                # whole numbers have a mean too: Lightning divides by the mean number of samples of a batch
+                value = value / len(generation.topology.live_replicas)
         else:
             try:
                 operation = getattr(dist.ReduceOp, name.upper())
@@ -520,8 +527,7 @@ class NTPStrategy(ParallelStrategy):
             if name == "product" and not generation.is_first_of_replica:
                 value.fill_(1)
             dist.all_reduce(value, op=operation, group=generation.world)
-        tensor.data.copy_(value)  # Lightning 2.6.6 relies on the change in place (result.py)
-        return tensor
+        return value
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -546,9 +552,6 @@ class NTPStrategy(ParallelStrategy):
         if sync_grads and tensor.requires_grad:
             return gather_with_gradient(tensor, self.generation)
         return torch.stack(gather_from_replicas(tensor.detach(), self.generation))
-
-    def _gather_metric_state(self, state: Tensor, group: Any | None = None) -> list[Tensor]:
-        return gather_from_replicas(state, self.generation)
 
     # ---- state ------------------------------------------------------------------------------------------------
 
@@ -604,6 +607,8 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         if self._sync is not None:
             self._sync.close()

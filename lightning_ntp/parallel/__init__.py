@@ -1,12 +1,11 @@
 """The parallel floor: tensor-parallel modules for any degree, and plans that apply them. Torch, no Lightning."""
 
 from lightning_ntp.parallel.apply import Plan, match_plan, parallelize
+from lightning_ntp.parallel.blocks import MLP, Attention
 from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.named_styles import STYLES
 from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter
 from lightning_ntp.parallel.styles import (
-    MLP,
-    STYLES,
-    Attention,
     Colwise,
     EmbeddingRowwise,
     ParallelStyle,

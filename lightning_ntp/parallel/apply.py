@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.named_styles import as_style
 from lightning_ntp.parallel.registry import PlanError, ShardedModel
-from lightning_ntp.parallel.styles import ParallelStyle, as_style
+from lightning_ntp.parallel.styles import ParallelStyle
 
 Plan = Mapping[str, object]
 """Module-name patterns to styles. A ``*`` stands for anything within one dotted part of a name."""

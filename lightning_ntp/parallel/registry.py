@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,12 @@ from lightning_ntp.plan import Layout, Sharding
 
 class PlanError(ValueError):
     """A tensor-parallel plan does not fit the model."""
+
+
+class Relayout(Protocol):
+    """Something that depends on the local sizes."""
+
+    def relayout(self) -> None: ...
 
 
 @dataclass
@@ -73,7 +80,7 @@ class ShardedModel:
         self._shardings: dict[Tensor, tuple[Sharding, str]] = {}
         self.parameters: tuple[ShardedParameter, ...] = ()
         self._by_parameter: dict[Tensor, ShardedParameter] = {}
-        self.relayout_hooks: list[nn.Module] = []
+        self._followers: list[Relayout] = []
 
     def declare(self, name: str, parameter: Tensor, sharding: Sharding) -> None:
         """Say how a parameter is cut. Registered by identity: a tied weight has one sharding for all its uses.
@@ -88,6 +95,10 @@ class ShardedModel:
                 f" ({sharding} and {known[0]}): give both modules styles that cut the same dimension"
             )
         self._shardings.setdefault(parameter, (sharding, name))
+
+    def follow(self, follower: Relayout) -> None:
+        """Let ``follower`` take over the local sizes whenever the layout or the device changes."""
+        self._followers.append(follower)
 
     def declared(self, parameter: Tensor) -> bool:
         return parameter in self._shardings
@@ -131,8 +142,8 @@ class ShardedModel:
 
     def relayout(self) -> None:
         """Let the modules take over the local sizes of a new layout or device."""
-        for module in self.relayout_hooks:
-            module.relayout()  # type: ignore[operator]
+        for follower in self._followers:
+            follower.relayout()
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.parameters)
