@@ -5,6 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Which tests to run, all of them if empty: make test TESTS=tests/test_cli.py
 TESTS ?=
+# What the demo trains: make demo DEMO_ARGUMENTS="--steps 50 --degrees 2 1"
+DEMO_ARGUMENTS ?= --degrees 4 3
+OUTPUT ?= outputs/gpt
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test lint format bench clean
@@ -28,7 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/gpt/train.py --accelerator cpu --degrees 4 3
+	$(BIN)/python examples/gpt/train.py --accelerator cpu --output $(OUTPUT) $(DEMO_ARGUMENTS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import warnings
@@ -42,9 +43,9 @@ class Setting:
         shape = f"{len(self.degrees)}x{self.degrees[0]}" if len(set(self.degrees)) == 1 else str(self.degrees)
         return f"{ {'ntp': 'ntp', 'ddp': 'DDP', 'dtensor': 'ModelParallel'}[self.kind]} {shape.replace(' ', '')}"
 
-    def start(self, size: Size, clip: bool) -> World:
-        """Start its ranks."""
-        return World(self.name, partial(_train, self, size, clip, _free_port()), self.ranks)
+    def start(self, size: Size, clip: bool, accounts: bool = False) -> World:
+        """Start its ranks; those that are to be watched allocate memory in a way that costs time."""
+        return World(self.name, partial(_train, self, size, clip, accounts, _free_port()), self.ranks)
 
     def strategy(self) -> Strategy:
         if self.kind == "ntp":
@@ -56,10 +57,12 @@ class Setting:
         )
 
 
-def _train(setting: Setting, size: Size, clip: bool, port: int, pipe: Connection, rank: int) -> None:
+def _train(setting: Setting, size: Size, clip: bool, accounts: bool, port: int, pipe: Connection, rank: int) -> None:
     """What a rank does, until it is killed."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     store: Any = None
     if setting.kind == "ntp":
         if rank == 0:
@@ -76,7 +79,8 @@ def _train(setting: Setting, size: Size, clip: bool, port: int, pipe: Connection
         }
     os.environ.update(environ)
     pl.seed_everything(1, verbose=False)
-    start_memory()
+    if accounts:
+        start_memory()
     model = (DTensorModel if setting.kind == "dtensor" else BenchmarkModel)(size)
     trainer = pl.Trainer(
         accelerator="cpu",

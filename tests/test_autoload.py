@@ -35,6 +35,8 @@ def clean_import_system(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in _autoload.TARGETS:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield
+    for name in _autoload.TARGETS:  # the tests' fakes; monkeypatch then puts back what was there
+        sys.modules.pop(name, None)
 
 
 def run(code: str, *flags: str, **environment: str) -> str:

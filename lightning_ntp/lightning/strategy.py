@@ -566,6 +566,8 @@ class NTPStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        # Lightning 2.6.6 loads before `setup` converts: float64 values would pass through the module's float32
+        self.precision_plugin.convert_module(self.lightning_module)
         state = checkpoint["state_dict"]
         known = getattr(self.lightning_module, "_ntp_sharded", None)
         if isinstance(known, ShardedModel):

@@ -43,7 +43,8 @@ def run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
         input=stdin,
-        env={**os.environ, **(env or {})},
+        # Buffered, so that a line which ranks print at the same moment stays in one piece.
+        env={**os.environ, "PYTHONUNBUFFERED": "", **(env or {})},
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

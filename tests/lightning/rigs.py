@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.harness import World
 
@@ -164,9 +164,15 @@ def rows(count: int, seed: int = 5) -> TensorDataset:
 
 
 def loader(degrees: Degrees, count: int, per_replica: int = 2, replicas: int = 2, **options: Any) -> DataLoader:
-    """Batches of ``per_replica`` rows for a world; for the truth the global batches of ``replicas`` replicas."""
-    size = per_replica * (replicas if degrees is None else 1)
-    return DataLoader(rows(count), batch_size=size, **options)
+    """Batches of ``per_replica`` rows for a world; for the truth the global batches of ``replicas`` replicas.
+
+    In order, for the truth does not shuffle: the sampler that Lightning adds would.
+    """
+    data = rows(count)
+    if degrees is None:
+        return DataLoader(data, batch_size=per_replica * replicas, **options)
+    sampler = DistributedSampler(data, len(degrees), replica_of(degrees), shuffle=False)
+    return DataLoader(data, batch_size=per_replica, sampler=sampler, **options)
 
 
 def relative(got: Tensor, want: Tensor) -> float:
