@@ -1,7 +1,7 @@
 """The engine floor: what makes a training step. Torch, no Lightning, so that other adapters stay thin."""
 
 from lightning_ntp.engine.clipping import clip_gradients, gradient_norm
-from lightning_ntp.engine.consistency import differing_copies
+from lightning_ntp.engine.consistency import all_equal, differing_copies
 from lightning_ntp.engine.first_step import FirstStepCheck, PeerMismatchError, check_same_batch
 from lightning_ntp.engine.weights import BatchSizeError, LossWeight, batch_size_of
 
@@ -10,6 +10,7 @@ __all__ = [
     "FirstStepCheck",
     "LossWeight",
     "PeerMismatchError",
+    "all_equal",
     "batch_size_of",
     "check_same_batch",
     "clip_gradients",

@@ -1,4 +1,4 @@
-"""Do all copies of all units hold the same bits? For tests, and for users who want to be sure."""
+"""Agreement among ranks: on a number, and on the bits of all copies of all units."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from torch import Tensor
 
 from lightning_ntp.comm import Generation
 from lightning_ntp.parallel import ShardedModel
+
+
+def all_equal(number: int, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether all members of a group give the same number. Collective over the group; None means alone."""
+    if group is None:
+        return True
+    both = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return int(both[0]) == -int(both[1])
+
+
+def largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The largest of the members' numbers. Collective over the group."""
+    found = torch.tensor(number, dtype=torch.int64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
 
 
 def differing_copies(model: ShardedModel, generation: Generation) -> list[str]:

@@ -121,7 +121,7 @@ class NTPStrategy(ParallelStrategy):
         self._runtime: Runtime | None = None
         self._sync: GradientSync | None = None
         self._sync_blocked = False
-        self._first_step_done = False
+        self._first_steps: engine.FirstStepCheck | None = None
         self._checked_stages: set[str] = set()
         self._even: tuple[object, bool] | None = None
         self._share: float | engine.LossWeight = 1.0
@@ -264,13 +264,13 @@ class NTPStrategy(ParallelStrategy):
             if self._sync is not None:
                 self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
+            self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
         self.setup_precision_plugin()
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
         private.replace_stop_broadcasts(trainer, self._vote_to_stop)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.dist_sync_fn = gather_metric_state
-        self._first_step_done = False
         self._checked_stages = set()
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
@@ -358,13 +358,13 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        assert self.lightning_module is not None and self._sync is not None and self.sharded is not None
+        assert self.lightning_module is not None and self._sync is not None and self._first_steps is not None
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         share = self._share.share() if isinstance(self._share, engine.LossWeight) else self._share
         self._share = share
-        checks = not self._first_step_done
-        # the first backward runs without overlap: its local gradients are looked at before they are summed
+        checks = self._first_steps.due()
+        # such a backward runs without overlap: its local gradients are looked at before they are summed
         if not self._sync_blocked and not checks:
             self._sync.begin()
         # the weight is in the gradient only: what the user logs is the loss of his own batch
@@ -375,8 +375,7 @@ class NTPStrategy(ParallelStrategy):
             self._sync.cancel()
             raise
         if checks:
-            engine.FirstStepCheck(self.sharded, self.generation).run()
-            self._first_step_done = True
+            self._first_steps.run()
             if not self._sync_blocked:
                 self._sync.begin()
         if not self._sync_blocked:
@@ -435,7 +434,7 @@ class NTPStrategy(ParallelStrategy):
         self._checked_stages.add(stage)
         assert self.lightning_module is not None
         loaders = getattr(self.lightning_module.trainer, _LOADERS[stage])
-        engine.check_same_batch(batch, self.generation, describe_source(loaders))
+        engine.check_same_batch(batch, self.generation, describe_source(loaders), everywhere=stage == "training")
 
     def _before_evaluation(self, stage: str, batch: Any) -> None:
         self._check_batch(stage, batch)

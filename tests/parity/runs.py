@@ -135,7 +135,7 @@ def train_with(
 
 
 def train_in_world(
-    world: World, recipe: Recipe, degrees: tuple[int, ...], timeout: float = 60.0, **options: Any
+    world: World, recipe: Recipe, degrees: tuple[int, ...], timeout: float = 90.0, **options: Any
 ) -> Record:
     """Train in all ranks and put their sides together into one record of the global batches."""
     assert world.size == sum(degrees) and recipe.replicas == len(degrees)
