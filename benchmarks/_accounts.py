@@ -9,7 +9,7 @@ import re
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def start_memory() -> None:
     global _resident_at_start
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 64 * 1024)
-    _resident_at_start = _status("VmRSS")
+    _resident_at_start = _status("RssAnon")
 
 
 def watch_traffic(module: Any) -> Callable[[], Traffic]:
@@ -61,14 +61,16 @@ def watch_traffic(module: Any) -> Callable[[], Traffic]:
     recorder = profile(
         activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)
     )
-    recorder.start()
+    with _without_messages():
+        recorder.start()
     before = _bytes_sent()
 
     def finish() -> Traffic:
         sent = _bytes_sent() - before
-        recorder.stop()
+        with _without_messages():
+            recorder.stop()
         events = recorder.profiler.kineto_results.events()  # type: ignore[union-attr]
-        names = Counter(e.name().removeprefix("c10d::") for e in events if e.name().startswith("c10d::"))
+        names = Counter(e.name().removeprefix("gloo:") for e in events if e.name().startswith("gloo:"))
         return Traffic(sent, dict(names))
 
     return finish
@@ -81,7 +83,8 @@ def watch_memory(module: Any) -> Callable[[], Memory]:
 
     def finish() -> Memory:
         module.tiny = False
-        peak = _status("VmHWM") - _resident_at_start
+        # pages of files (libraries) are resident as soon as they are touched, and stay so
+        peak = _status("VmHWM") - _status("RssFile") - _status("RssShmem") - _resident_at_start
         parameters = list(module.parameters())
         states = [
             value
@@ -97,6 +100,19 @@ def watch_memory(module: Any) -> Callable[[], Memory]:
 
 
 ACCOUNTS: dict[str, Callable[..., Callable[[], Any]]] = {"traffic": watch_traffic, "memory": watch_memory}
+
+
+@contextlib.contextmanager
+def _without_messages() -> Iterator[None]:
+    """The profiler's start and stop write to stderr from C++."""
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -21,8 +21,8 @@ from lightning_ntp.parallel import ShardedModel, ShardedParameter
 class GradientSync:
     """Syncs the gradients of a cut model, overlapped with backward.
 
-    Usage: :meth:`begin`, backward, :meth:`finish`. A backward outside of these accumulates locally and is synced
-    with the next one inside.
+    Usage: :meth:`prepare`, :meth:`begin`, backward, :meth:`finish`. A backward between :meth:`prepare` and
+    :meth:`release` accumulates locally and is synced with the next one inside.
 
     Args:
         model: The cut model.
@@ -49,22 +49,31 @@ class GradientSync:
         """Bytes this rank puts on the wire per sync."""
         return sum(bucket.bytes_sent for bucket in self.buckets)
 
-    def begin(self) -> None:
-        """Prepare for a backward whose gradients are to be synced.
+    def prepare(self) -> None:
+        """Get ready for a backward, whether it is to be synced or not.
 
-        Gradients that are synced already (several backward passes before one optimizer step) are set aside and
-        added back by :meth:`finish`: summing them over the replicas again would count them twice.
+        Gradients that are synced already (several backward passes before one optimizer step) are set aside until
+        :meth:`finish` or :meth:`release`: summing them over the replicas again would count them twice.
         """
         if any(p.requires_grad and p not in self._hooked for p in self._model.by_parameter()):
-            self._build()
+            self._build()  # a layer was thawed
+        cleared = {p for p in self.local if p.grad is None}  # by zero_grad, without a step
+        self.local -= cleared
+        for p in cleared:
+            self._stash.pop(p, None)
+        for p in self._home:
+            if p.grad is not None and p not in self.local:
+                self._stash[p], p.grad = p.grad, None
+
+    def release(self) -> None:
+        """Put back what :meth:`prepare` has set aside, but for parameters that have local gradients now."""
+        for p in [p for p in self._stash if p not in self.local]:
+            p.grad = self._stash.pop(p)
+
+    def begin(self) -> None:
+        """Start to sync: buckets that the backward fills from now on, and what is local already."""
         self._next = 0
         self._rounds = [_Round(bucket) for bucket in self.buckets]
-        self._stash = {}
-        for bucket in self.buckets:
-            for entry in bucket.entries:
-                p = entry.parameter
-                if p.grad is not None and p not in self.local:
-                    self._stash[p], p.grad = p.grad, None
         self._active = True
 
     def finish(self) -> None:
@@ -86,15 +95,17 @@ class GradientSync:
             for round_ in launched:
                 for entry, gradient in zip(round_.bucket.entries, round_.results, strict=True):
                     entry.parameter.grad = gradient if next(received) > 0 else None
-        for p, synced in self._stash.items():
+                    # those of idle buckets stay local: they are synced once they are trainable again
+                    self.local.discard(entry.parameter)
+        for p in [p for p in self._stash if p not in self.local]:
+            synced = self._stash.pop(p)
             p.grad = synced if p.grad is None else p.grad.add_(synced)
-        self._stash = {}
-        self.local.clear()
 
     def cancel(self) -> None:
         """Forget a backward that failed."""
         self._active = False
-        self._rounds, self._stash = [], {}
+        self._rounds = []
+        self.release()
 
     def close(self) -> None:
         """Remove all hooks."""

@@ -1,4 +1,4 @@
-"""One exchange of several tensors inside a replica, as a single all-to-all.
+"""One exchange of several tensors between holders (indices of a replica, or slots), as a single all-to-all.
 
 The plan floor says what moves; this packs the pieces of all tensors of a bucket, sends them once, and puts
 them in place.
@@ -38,16 +38,22 @@ class Wire:
 
     Args:
         entries: One per tensor, in bucket order.
-        indices: The live indices of the replica in order of their rank in the group.
-        index: This rank's index.
+        indices: The holders that the exchanges name, in order of their rank in the group.
+        index: The holder that is this rank.
     """
 
     def __init__(self, entries: Sequence[WireEntry], indices: Sequence[int], index: int) -> None:
         self._entries = tuple(entries)
-        self._position = tuple(indices).index(index)
-        self._sends = self._moves((index, other) for other in indices)
-        self._receives = self._moves((other, index) for other in indices)
-        stays = self._position
+        place = {i: position for position, i in enumerate(indices)}
+        self._position = stays = place[index]
+        self._sends: list[list[tuple[int, Move]]] = [[] for _ in place]
+        self._receives: list[list[tuple[int, Move]]] = [[] for _ in place]
+        for k, entry in enumerate(self._entries):
+            for move in entry.exchange.moves if entry.exchange is not None else ():
+                if move.sender == index:
+                    self._sends[place[move.receiver]].append((k, move))
+                if move.receiver == index:
+                    self._receives[place[move.sender]].append((k, move))
         self._outgoing = [0 if p == stays else self._elements(moves) for p, moves in enumerate(self._sends)]
         self._incoming = [0 if p == stays else self._elements(moves) for p, moves in enumerate(self._receives)]
 
@@ -63,13 +69,13 @@ class Wire:
         group: dist.ProcessGroup,
         like: Tensor,
     ) -> None:
-        """Move the pieces. Collective over the replica, also for an index that neither sends nor receives.
+        """Move the pieces. Collective over the group, also for a holder that neither sends nor receives.
 
         Args:
             sources: For every entry this rank's tensor; None counts as zeros.
             targets: For every entry the tensor to fill; those that sum must be zero before. None if nothing
                 arrives here. Where the target is the source itself, what stays is left alone.
-            group: The replica's process group.
+            group: The process group of the holders.
             like: Gives dtype and device.
         """
         outgoing = like.new_empty(sum(self._outgoing))
@@ -116,20 +122,6 @@ class Wire:
     def _narrow(self, k: int, tensor: Tensor, start: int, length: int) -> Tensor:
         dim = self._entries[k].dim
         return tensor if dim is None else tensor.narrow(dim, start, length)
-
-    def _moves(self, pairs: Iterator[tuple[int, int]]) -> list[list[tuple[int, Move]]]:
-        """For every (sender, receiver) the moves of all entries."""
-        found: list[list[tuple[int, Move]]] = []
-        for sender, receiver in pairs:
-            found.append(
-                [
-                    (k, move)
-                    for k, entry in enumerate(self._entries)
-                    for move in (entry.exchange.moves if entry.exchange is not None else ())
-                    if (move.sender, move.receiver) == (sender, receiver)
-                ]
-            )
-        return found
 
     def _elements(self, moves: Sequence[tuple[int, Move]]) -> int:
         return sum(move.length * self._entries[k].width for k, move in moves)

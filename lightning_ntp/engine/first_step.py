@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -106,7 +107,7 @@ class FirstStepCheck:
             entry = next(e for e in self._model if e.turn == turn)
             raise PlanError(_agrees(entry) if agrees else _differs(entry))
 
-    def _waiting(self) -> Any:
+    def _waiting(self) -> Iterator[ShardedParameter]:
         return (
             e
             for e in self._model

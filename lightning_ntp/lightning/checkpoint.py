@@ -15,8 +15,11 @@ from lightning_ntp.parallel import ShardedModel, ShardedParameter
 def full_state_dict(model: ShardedModel, generation: Generation) -> dict[str, Any]:
     """The model's state dict, unsharded, on rank 0; empty elsewhere. Collective over replica 0.
 
-    Tensors are gathered one at a time, into host memory; tied weights once.
+    Tensors are gathered one at a time, into host memory; tied weights once. In a job without tensor parallelism they
+    are the module's own, as in Lightning's strategies: a copy would be a second one.
     """
+    if never_cut(model):
+        return model.module.state_dict() if generation.rank == 0 else {}
     known = model.by_name()
     gathered: dict[int, Tensor | None] = {}
     state: dict[str, Any] = {}
@@ -71,6 +74,8 @@ def full_optimizer_state(model: ShardedModel, optimizer: Optimizer, generation: 
             know how to put its shards together.
     """
     local = optimizer.state_dict()
+    if never_cut(model):
+        return local if generation.rank == 0 else {}
     state: dict[int, dict[str, Any]] = {}
     for number, entry in _numbered(model, optimizer, local):
         values = local["state"].get(number)
@@ -85,6 +90,8 @@ def full_optimizer_state(model: ShardedModel, optimizer: Optimizer, generation: 
 
 def local_optimizer_state(model: ShardedModel, optimizer: Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
     """Cut an unsharded optimizer state dict to this rank's shards."""
+    if never_cut(model):
+        return dict(full)
     state = dict(full["state"])
     for number, entry in _numbered(model, optimizer, full):
         if number in state:
@@ -101,11 +108,18 @@ def check_optimizer_state(model: ShardedModel, optimizer: Optimizer) -> None:
     Raises:
         TypeError: As :func:`full_optimizer_state` would.
     """
+    if never_cut(model):
+        return
     known = model.by_parameter()
     for parameter, values in optimizer.state.items():
         if parameter in known:
             for key, value in values.items():
                 _is_shard(known[parameter], key, value, optimizer)
+
+
+def never_cut(model: ShardedModel) -> bool:
+    """Whether no replica of the job ever has a degree above 1."""
+    return model.place.family.full_degree == 1
 
 
 def _numbered(

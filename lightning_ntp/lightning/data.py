@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_ntp.lightning.private import worker_init_function
@@ -17,9 +19,14 @@ def check_sampler(dataloader: object, replicas: int, replica: int) -> None:
     Raises:
         ValueError: If its numbers are not those of the replicas.
     """
-    sampler = getattr(dataloader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
-        return
+    # a batch sampler of the user's hides its sampler: the dataloader then names one that it does not use
+    found = (getattr(dataloader, "sampler", None), getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    for sampler in found:
+        if isinstance(sampler, DistributedSampler):
+            _check_numbers(sampler, replicas, replica)
+
+
+def _check_numbers(sampler: DistributedSampler[Any], replicas: int, replica: int) -> None:
     if (sampler.num_replicas, sampler.rank) != (replicas, replica):
         raise ValueError(
             f"the {type(sampler).__name__} of a dataloader was made with num_replicas={sampler.num_replicas},"
@@ -37,14 +44,15 @@ def seed_workers_by_replica(dataloader: object, replica: int) -> None:
         dataloader.worker_init_fn = worker_init_function(replica)
 
 
-def batches_are_even(dataloaders: Any, replicas: int) -> bool:
-    """Whether all replicas are known to get batches of equal size at every step.
+def regular_batches(dataloaders: Any, replicas: int) -> int:
+    """A number that is equal on two replicas if they get batches of equal size at every step.
 
-    True for dataloaders whose :class:`~torch.utils.data.DistributedSampler` deals out samples in regular batches: it
-    gives all replicas the same number of samples.
+    Returns:
+        0 if that cannot be told. It can for dataloaders whose :class:`~torch.utils.data.DistributedSampler` deals out
+        samples in regular batches: it gives all replicas the same number of samples.
     """
-    found = list(_leaves(dataloaders))
-    return bool(found) and all(_is_even(loader, replicas) for loader in found)
+    sizes = [_regular_batches(loader, replicas) for loader in _leaves(dataloaders)]
+    return zlib.crc32(repr(sizes).encode()) if sizes and None not in sizes else 0
 
 
 def describe_source(dataloaders: Any) -> str:
@@ -57,11 +65,17 @@ def describe_source(dataloaders: Any) -> str:
     return ", ".join(parts) or "the dataloader"
 
 
-def _is_even(loader: object, replicas: int) -> bool:
-    if not isinstance(loader, DataLoader) or not isinstance(loader.sampler, DistributedSampler):
-        return False
-    # a subclass may make batches of any size
-    return type(loader.batch_sampler) is BatchSampler and loader.sampler.num_replicas == replicas
+def _regular_batches(loader: object, replicas: int) -> tuple[int, int, bool] | None:
+    """Samples of a replica, batch size, and whether a smaller last batch is dropped."""
+    # exactly these types: a subclass may deal as it likes
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if not isinstance(sampler, DistributedSampler) or batches.sampler is not sampler:
+        return None
+    if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.num_replicas != replicas:
+        return None
+    return len(sampler), batches.batch_size, batches.drop_last
 
 
 def _leaves(dataloaders: Any) -> Iterator[object]:

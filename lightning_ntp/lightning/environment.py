@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from typing_extensions import override
@@ -19,14 +18,14 @@ class NTPEnvironment(ClusterEnvironment):
     """Answers from the live generation, or from the environment variables of the launch before it starts.
 
     Args:
-        processes: Gives the number of ranks at launch; asked when it is needed.
         supervises: Whether this process, if it is no rank, will supervise ranks that re-run its script (and so is
             not rank zero). Callers of spawned ranks keep rank zero: results come back to them.
     """
 
-    def __init__(self, processes: Callable[[], int], supervises: bool) -> None:
+    def __init__(self, supervises: bool) -> None:
         super().__init__()
-        self._processes, self._supervises = processes, supervises
+        self._supervises = supervises
+        self._launch_size = 1
 
     @property
     @override
@@ -51,11 +50,12 @@ class NTPEnvironment(ClusterEnvironment):
     @override
     def world_size(self) -> int:
         current = runtime.current()
-        return self._processes() if current is None else current.generation.topology.world_size
+        return self._launch_size if current is None else current.generation.topology.world_size
 
     @override
     def set_world_size(self, size: int) -> None:
-        """The world size follows the generation; setting it has no effect."""
+        """Set the number of ranks at launch; once there is a generation, the world size is its."""
+        self._launch_size = size
 
     @override
     def global_rank(self) -> int:

@@ -29,12 +29,13 @@ from lightning_ntp.comm import Generation, GradientSync, Runtime, broadcast_star
 from lightning_ntp.launch import RankIdentity, StopRequest, is_rank
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.data import batches_are_even, check_sampler, describe_source, seed_workers_by_replica
+from lightning_ntp.lightning.data import check_sampler, describe_source, regular_batches, seed_workers_by_replica
 from lightning_ntp.lightning.environment import NTPEnvironment
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
 from lightning_ntp.lightning.metrics import gather_from_replicas, gather_metric_state, gather_with_gradient
 from lightning_ntp.lightning.model_plan import plan_of
+from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
@@ -123,6 +124,7 @@ class NTPStrategy(ParallelStrategy):
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
         self._checked_stages: set[str] = set()
+        self._resumable: set[Optimizer] = set()
         self._even: tuple[object, bool] | None = None
         self._share: float | engine.LossWeight = 1.0
         self._stop = StopRequest()
@@ -143,7 +145,7 @@ class NTPStrategy(ParallelStrategy):
         elif environment.creates_processes_externally and not is_rank():
             self._cluster_environment = environment  # the launcher refuses it, with the reason
         else:
-            self._cluster_environment = NTPEnvironment(lambda: self.num_processes, self.start_method == "popen")
+            self._cluster_environment = NTPEnvironment(supervises=self.start_method == "popen")
 
     @property
     def num_processes(self) -> int:
@@ -207,6 +209,7 @@ class NTPStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Let ``rank_zero_only`` functions know the rank."""
         if self.cluster_environment is not None:
+            self.cluster_environment.set_world_size(self.num_processes * self.num_nodes)
             private.set_rank_zero(self.global_rank)
 
     # ---- set up -----------------------------------------------------------------------------------------------
@@ -260,7 +263,8 @@ class NTPStrategy(ParallelStrategy):
         self.sharded.relayout()  # lookup tables follow the device
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            self._check_optimizers()
+            check_optimizers(self.optimizers, self.sharded, module)
+            self._resumable = set()
             if self._sync is not None:
                 self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
@@ -306,18 +310,6 @@ class NTPStrategy(ParallelStrategy):
             dist.broadcast_object_list(states, group=generation.tensor_parallel, group_src=0, device=self.root_device)
             assert states[0] is not None
             private.set_rng_states(states[0])
-
-    def _check_optimizers(self) -> None:
-        assert self.sharded is not None
-        known = self.sharded.by_parameter()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                for p in group["params"]:
-                    if p not in known:
-                        raise ValueError(
-                            f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that is not the"
-                            f" {type(self.lightning_module).__name__}'s own: build optimizers from self.parameters()"
-                        )
 
     @override
     def model_to_device(self) -> None:
@@ -365,6 +357,7 @@ class NTPStrategy(ParallelStrategy):
         self._share = share
         checks = self._first_steps.due()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
+        self._sync.prepare()
         if not self._sync_blocked and not checks:
             self._sync.begin()
         # the weight is in the gradient only: what the user logs is the loss of his own batch
@@ -378,7 +371,9 @@ class NTPStrategy(ParallelStrategy):
             self._first_steps.run()
             if not self._sync_blocked:
                 self._sync.begin()
-        if not self._sync_blocked:
+        if self._sync_blocked:
+            self._sync.release()
+        else:
             self._sync.finish()
         closure_loss = self.precision_plugin.post_backward(loss, self.lightning_module)
         self.post_backward(closure_loss)
@@ -400,16 +395,22 @@ class NTPStrategy(ParallelStrategy):
     ) -> Any:
         def complete_closure() -> Any:
             result = closure()
-            if self._sync is not None and self._sync.local:
-                names = self.sharded.by_parameter() if self.sharded is not None else {}
-                first = next(iter(names[p].name for p in self._sync.local if p in names))
+            local = self._sync.local if self._sync is not None else set()
+            unsynced = [p for group in optimizer.param_groups for p in group["params"] if p in local]
+            if unsynced and self.sharded is not None:
+                name = self.sharded.by_parameter()[unsynced[0]].name
                 raise RuntimeError(
-                    f"the gradient of {first!r} was not synced over the replicas: call self.manual_backward(loss)"
+                    f"the gradient of {name!r} was not synced over the replicas: call self.manual_backward(loss)"
                     " rather than loss.backward(), and leave block_backward_sync() before the last one"
                 )
             return result
 
-        return super().optimizer_step(optimizer, complete_closure, model, **kwargs)
+        result = super().optimizer_step(optimizer, complete_closure, model, **kwargs)
+        if optimizer.state and optimizer not in self._resumable and self.sharded is not None:
+            # here rather than in the first checkpoint, hours later
+            checkpoints.check_optimizer_state(self.sharded, optimizer)
+            self._resumable.add(optimizer)
+        return result
 
     def _loss_share(self, batch: Any) -> float | engine.LossWeight:
         """This replica's share of the global micro-batch, known or under way."""
@@ -423,7 +424,9 @@ class NTPStrategy(ParallelStrategy):
             return 1.0
         loaders = module.trainer.train_dataloader
         if self._even is None or self._even[0] is not loaders:
-            self._even = (loaders, batches_are_even(loaders, replicas))
+            sizes = regular_batches(loaders, replicas)
+            even = engine.all_equal(sizes, generation.world, generation.device) and sizes > 0
+            self._even = (loaders, even)
         if self._even[1]:
             return 1.0 / replicas
         return engine.LossWeight(float(engine.batch_size_of(batch)), generation)

@@ -1,0 +1,146 @@
+"""Moving shards from one topology to the next: received beside the old ones, installed all at once.
+
+Until :meth:`Resharding.install` the model is as it was. A death on the way costs nothing but the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_ntp.comm.generation import Generation
+from lightning_ntp.comm.wire import Wire, WireEntry, element_width
+from lightning_ntp.parallel import ShardedModel, ShardedParameter
+from lightning_ntp.plan import Exchange, Topology, plan_reshard
+
+ShardedState = MutableMapping[Tensor, MutableMapping[str, Any]]
+"""Per-parameter state outside of the model, as an optimizer keeps it: parameter -> key -> value."""
+
+
+@dataclass
+class _Shard:
+    """One tensor that is cut like a parameter."""
+
+    entry: ShardedParameter
+    exchange: Exchange
+    holder: MutableMapping[str, Any] | None
+    key: str
+    received: Tensor | None = None
+
+    @property
+    def local(self) -> Tensor:
+        value = self.entry.parameter.data if self.holder is None else self.holder[self.key]
+        assert isinstance(value, Tensor)
+        return value
+
+    def replace(self) -> None:
+        if self.received is None:
+            return
+        if self.holder is None:
+            self.entry.parameter.grad = None
+            self.entry.parameter.data = self.received
+        else:
+            self.holder[self.key] = self.received
+
+
+class Resharding:
+    """The move of a model's parameters and of states that are cut like them.
+
+    Args:
+        model: The model, cut for ``before``.
+        states: Optimizer states and the like. Tensors of a parameter's local shape move with it; numbers stay.
+        before: The topology the shards are cut for.
+        after: The topology to cut them for; that of ``generation``.
+    """
+
+    def __init__(self, model: ShardedModel, states: Iterable[ShardedState], before: Topology, after: Topology) -> None:
+        self._model, self._after = model, after
+        self._shards: list[_Shard] = []
+        states = list(states)
+        for entry in model:
+            exchange = plan_reshard(before, after, entry.sharding)
+            if not exchange.moves:
+                continue
+            self._shards.append(_Shard(entry, exchange, None, ""))
+            for state in states:
+                values = state.get(entry.parameter, {})
+                for key in sorted(values):
+                    if isinstance(values[key], Tensor) and values[key].shape == entry.parameter.shape:
+                        self._shards.append(_Shard(entry, exchange, values, key))
+
+    def bytes_moved(self) -> int:
+        """Bytes that go over the wire, over all ranks."""
+        return sum(
+            s.exchange.elements * element_width(s.entry.shape, s.entry.sharding.dim) * s.local.element_size()
+            for s in self._shards
+        )
+
+    def sources(self) -> tuple[int, ...]:
+        """The slots that send."""
+        return tuple(sorted({m.sender for s in self._shards for m in s.exchange.traveling}))
+
+    def extra_bytes(self, slot: int) -> int:
+        """Bytes that ``slot`` must be able to allocate for it: new shards beside the old, and the packed pieces."""
+        replica, index = self._after.place(slot)
+        total = 0
+        for shard in self._shards:
+            if any(m.receiver == slot for m in shard.exchange.moves):
+                layouts = shard.entry.sharding.layouts(self._after.family, self._after.degrees[replica])
+                total += shard.entry.local_shape(layouts, index).numel() * shard.local.element_size()
+            moved = sum(m.length for m in (*shard.exchange.sent_by(slot), *shard.exchange.received_by(slot)))
+            total += moved * element_width(shard.entry.shape, shard.entry.sharding.dim) * shard.local.element_size()
+        return total
+
+    def receive(self, generation: Generation) -> None:
+        """Move everything into side buffers. Collective over all members of the new topology.
+
+        Raises:
+            Interrupted: If the membership changes meanwhile; nothing has changed then.
+        """
+        slots, own = self._after.slots, generation.slot
+        layouts_of = {e.turn: e.sharding.layouts(self._after.family, generation.degree) for e in self._model}
+        for shards in _by_dtype(self._shards):
+            wire = Wire(
+                [
+                    WireEntry(
+                        s.exchange, s.entry.sharding.dim, element_width(s.entry.shape, s.entry.sharding.dim), False
+                    )
+                    for s in shards
+                ],
+                slots,
+                own,
+            )
+            sources: list[Tensor | None] = [s.local.detach() for s in shards]
+            targets: list[Tensor | None] = [
+                s.local.new_empty(s.entry.local_shape(layouts_of[s.entry.turn], generation.index))
+                if s.exchange.placed_at(own)
+                else None
+                for s in shards
+            ]
+            with torch.no_grad():
+                wire.run(sources, targets, generation.world, shards[0].local.detach())
+            for shard, target in zip(shards, targets, strict=True):
+                shard.received = target
+
+    def install(self, generation: Generation) -> None:
+        """Take the new shards, and let the modules take over the new sizes. Local."""
+        with torch.no_grad():
+            # states first: a state belongs to the shape its parameter has now
+            for shard in sorted(self._shards, key=lambda s: s.holder is None):
+                shard.replace()
+        self._shards = []
+        self._model.place.update(self._after.family, generation.degree, generation.index, generation.tensor_parallel)
+        self._model.relayout()
+
+
+def _by_dtype(shards: list[_Shard]) -> Iterator[list[_Shard]]:
+    groups: dict[torch.dtype, list[_Shard]] = {}
+    for shard in shards:
+        groups.setdefault(shard.local.dtype, []).append(shard)
+    # by name: the same order on all ranks
+    for dtype in sorted(groups, key=str):
+        yield groups[dtype]
