@@ -68,7 +68,9 @@ class BenchmarkModel(LanguageModel):
     def configure_optimizers(self) -> torch.optim.Optimizer:  # type: ignore[override]
         matrices = [p for p in self.parameters() if p.dim() == 2]
         vectors = [p for p in self.parameters() if p.dim() != 2]
-        return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, foreach=True)
+        return torch.optim.AdamW(
+            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, foreach=True
+        )
 
 
 class DTensorModel(BenchmarkModel):

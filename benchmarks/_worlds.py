@@ -21,6 +21,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from lightning_ntp import NTPStrategy
 from lightning_ntp.launch import RankIdentity
 
+_NAMES = {"ntp": "ntp", "ddp": "DDP", "dtensor": "ModelParallel"}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -41,7 +43,7 @@ class Setting:
     @property
     def name(self) -> str:
         shape = f"{len(self.degrees)}x{self.degrees[0]}" if len(set(self.degrees)) == 1 else str(self.degrees)
-        return f"{ {'ntp': 'ntp', 'ddp': 'DDP', 'dtensor': 'ModelParallel'}[self.kind]} {shape.replace(' ', '')}"
+        return f"{_NAMES[self.kind]} {shape.replace(' ', '')}"
 
     def start(self, size: Size, clip: bool, accounts: bool = False) -> World:
         """Start its ranks; those that are to be watched allocate memory in a way that costs time."""

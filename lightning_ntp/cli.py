@@ -1,7 +1,8 @@
 """A LightningCLI with the strategies registered: ``python -m lightning_ntp fit --config config.yaml``.
 
 The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
-among the installed packages. ``lightning-ntp`` is the same command.
+among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there is
+``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing.
 
 The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
 it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
@@ -22,11 +23,17 @@ CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line ``args`` (default: the process's arguments).
+    """Run the command line ``args`` (default: the process's arguments): ``plan``, or a subcommand of LightningCLI.
 
     Raises:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
     """
+    given = sys.argv[1:] if args is None else list(args)
+    if given[:1] == ["plan"]:
+        from lightning_ntp import plan_command
+
+        plan_command.main(given[1:])
+        return
     build(args)
 
 

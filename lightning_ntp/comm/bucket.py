@@ -49,6 +49,15 @@ class Bucket:
         flags = Exchange(tuple(Move(first, extra, (Run(0, 0, self._flags),)) for extra in extras))
         self._after = self._wire([p.after for p in plans], [p.sum_after for p in plans], flags)
 
+    def fill(self) -> Filling:
+        """Start a round.
+
+        Its buffer is allocated anew: that of an interrupted round may still be written to by a collective that
+        nobody can stop.
+        """
+        copied = [self._in_sync and plan.before is None for plan in self._plans]
+        return Filling(self.entries[0].parameter.detach().new_empty(self._numel), self._shapes, copied)
+
     @property
     def has_work(self) -> bool:
         """Whether a round does anything; the same answer on all ranks of a replica."""
@@ -62,39 +71,27 @@ class Bucket:
         ring = 2 * (replicas - 1) * self._numel // replicas if self._in_sync else 0
         return item * (ring + sum(wire.elements_sent for wire in (self._before, self._after) if wire))
 
-    def run(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], Tensor]:
+    def run(self, filling: Filling) -> tuple[list[Tensor], Tensor]:
         """Sync one round. Collective.
 
-        The buffers are allocated anew: those of an interrupted round may still be written to by a collective
-        that nobody can stop.
-
         Args:
-            gradients: This rank's local gradient of every parameter, or None.
+            filling: This rank's local gradients. Its buffer is used up.
 
         Returns:
             The synced gradients, in the shapes of the local shards, and a tensor with one number per parameter
             that is positive if any replica had a gradient.
         """
         generation, like = self._generation, self.entries[0].parameter.detach()
-        main = like.new_empty(self._numel)
-        pieces = torch.split(main, [*(shape.numel() for shape in self._shapes), self._flags])
-        reduced = [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=False)]
-        flags = pieces[-1]
-        flags.copy_(torch.tensor([float(g is not None) for g in gradients], dtype=like.dtype))
-        for k, gradient in enumerate(gradients):
-            if self._plans[k].before is not None:
-                if self._sums_before[k]:
-                    reduced[k].zero_()
-            elif self._in_sync:
-                if gradient is None:
-                    reduced[k].zero_()
-                else:
-                    reduced[k].copy_(gradient)
+        reduced, flags = filling.reduced, filling.flags
+        flags.copy_(torch.tensor([float(there) for there in filling.arrived], dtype=like.dtype))
+        for k, plan in enumerate(self._plans):
+            if self._sums_before[k] or (plan.before is None and self._in_sync and not filling.arrived[k]):
+                reduced[k].zero_()
         if self._before is not None:
             assert generation.sync_tensor_parallel is not None
-            self._before.run(gradients, reduced, generation.sync_tensor_parallel, like)
+            self._before.run(filling.travelling, reduced, generation.sync_tensor_parallel, like)
         if generation.sync_data_parallel is not None:
-            dist.all_reduce(main, group=generation.sync_data_parallel)
+            dist.all_reduce(filling.main, group=generation.sync_data_parallel)
         results: list[Tensor] = []
         for k, entry in enumerate(self.entries):
             if self._becomes_gradient[k]:
@@ -119,6 +116,34 @@ class Bucket:
             entries.append(WireEntry(flags, 0, 1, False))
         generation = self._generation
         return Wire(entries, generation.topology.family.indices(generation.degree), generation.index)
+
+
+class Filling:
+    """The local gradients of one round.
+
+    A gradient goes into the buffer as soon as it arrives, so that its own memory is free again. Those that travel
+    inside the replica first are kept: they are packed in other pieces.
+
+    Args:
+        main: The buffer to reduce; the parameters' shards in order, then one flag per parameter.
+        shapes: Of the shards.
+        copied: Whether a gradient goes into the buffer.
+    """
+
+    def __init__(self, main: Tensor, shapes: Sequence[torch.Size], copied: Sequence[bool]) -> None:
+        self.main, self._copied = main, copied
+        *pieces, self.flags = torch.split(main, [*(shape.numel() for shape in shapes), len(shapes)])
+        self.reduced = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        self.arrived = [False] * len(shapes)
+        self.travelling: list[Tensor | None] = [None] * len(shapes)
+
+    def put(self, k: int, gradient: Tensor) -> None:
+        """Take the gradient of the ``k``-th parameter."""
+        self.arrived[k] = True
+        if self._copied[k]:
+            self.reduced[k].copy_(gradient)
+        else:
+            self.travelling[k] = gradient
 
 
 def _same(plan: SyncPlan, index: int) -> bool:

@@ -5,27 +5,56 @@ Whoever needs a group asks the current generation for it at the time of use; nob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from lightning_ntp.comm.backends import build_group, is_sliced
+from lightning_ntp.comm.construction import Construction
+from lightning_ntp.comm.interruptible import InterruptibleGroup
+from lightning_ntp.comm.interruption import Interrupted, Life
+from lightning_ntp.comm.store import StoreGuard
 from lightning_ntp.plan import Topology
+
+_PLUGIN = "ntp"
+_NAMES_PER_GENERATION = 1000
+
+
+def group_slots(topology: Topology) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """All groups of more than one member: (attribute of the generation, unique name, slots in order of their ranks)."""
+    yield "world", "world", topology.slots
+    for replica in topology.live_replicas:
+        slots = topology.tensor_parallel_slots(replica)
+        if len(slots) > 1:
+            yield "tensor_parallel", f"tensor_parallel_{replica}", slots
+            yield "sync_tensor_parallel", f"sync_tensor_parallel_{replica}", slots
+    for index in topology.sync_indices:
+        slots = topology.data_parallel_slots(index)
+        if len(slots) > 1:
+            yield "sync_data_parallel", f"sync_data_parallel_{index}", slots
 
 
 class Generation:
-    """The process groups of one topology, seen from one slot. Collective: all live slots construct it together.
+    """The process groups of one topology, seen from one slot.
 
     Args:
-        number: Counts the generations of a process; part of every key in the store.
+        name: Unique in the job; part of every key in the store.
         topology: The live members.
         slot: This rank's slot.
-        store: Reaches all members.
-        backend: ``"gloo"``, ``"nccl"``, ...
+        life: Ends the collectives.
+        guard: Reaches the store.
+        backend: ``"gloo"`` or ``"nccl"``.
         timeout: For every collective of the groups.
         device: This rank's device.
+        changed: Notified when the membership changes.
 
     Attributes:
         world: All members.
@@ -35,47 +64,34 @@ class Generation:
             no sync index or there is one replica.
     """
 
+    world: dist.ProcessGroup
+    tensor_parallel: dist.ProcessGroup | None = None
+    sync_tensor_parallel: dist.ProcessGroup | None = None
+    sync_data_parallel: dist.ProcessGroup | None = None
+
     def __init__(
         self,
-        number: int,
+        name: str,
         topology: Topology,
         slot: int,
-        store: Store,
+        life: Life,
+        guard: StoreGuard,
         backend: str,
         timeout: timedelta,
         device: torch.device,
+        changed: threading.Condition,
     ) -> None:
-        self.number, self.topology, self.slot, self.device = number, topology, slot, device
+        self.name, self.number = name, life.number
+        self.topology, self.slot, self.life, self.device = topology, slot, life, device
         self.rank = topology.rank(slot)
         self.replica, self.index = topology.place(slot)
         self.degree = topology.degrees[self.replica]
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"generation/{number}", store),
-            rank=self.rank,
-            world_size=topology.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-        world = dist.group.WORLD
-        assert world is not None
-        self.world: dist.ProcessGroup = world
-        self._backend, self._timeout = backend, timeout
-        self.tensor_parallel: dist.ProcessGroup | None = None
-        self.sync_tensor_parallel: dist.ProcessGroup | None = None
-        self.sync_data_parallel: dist.ProcessGroup | None = None
-        # All ranks make all groups in one order, also those they are no member of: torch numbers groups by what a
-        # process has made before, and members must agree on the number (torch 2.13; so does local synchronization).
-        for replica in topology.live_replicas:
-            slots = topology.tensor_parallel_slots(replica)
-            compute, sync = self._group(slots, "tensor_parallel"), self._group(slots, "sync_tensor_parallel")
-            if slot in slots:
-                self.tensor_parallel, self.sync_tensor_parallel = compute, sync
-        for index in topology.sync_indices:
-            slots = topology.data_parallel_slots(index)
-            group = self._group(slots, "sync_data_parallel")
-            if slot in slots:
-                self.sync_data_parallel = group
+        self._guard, self._backend, self._timeout, self._changed = guard, backend, timeout, changed
+        self._store: Store | None = None
+        self._groups: dict[str, InterruptibleGroup] = {}
+        self._users: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
+        self._offered: InterruptibleGroup | None = None
+        self._installing = False
 
     @property
     def is_sync_index(self) -> bool:
@@ -91,16 +107,128 @@ class Generation:
     def is_first_of_replica(self) -> bool:
         return self.rank in self.first_ranks
 
-    def close(self) -> None:
-        """Destroy all process groups."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def connect(self) -> None:
+        """Connect this rank's groups. Collective; touches no global state, so it may run in an abandoned thread.
 
-    def _group(self, slots: Sequence[int], description: str) -> dist.ProcessGroup | None:
-        if len(slots) == 1:
-            return None
+        Raises:
+            RuntimeError: If a member does not come in time.
+        """
+        store = PrefixStore(f"generation/{self.name}", self._guard.client())
+        for attribute, name, slots in group_slots(self.topology):
+            if self.slot in slots:
+                group = self._wrap(self._build(name, store, slots), attribute)
+                self._groups[name] = group
+                setattr(self, attribute, group)
+        self._store = store
+
+    def install(self) -> None:
+        """Make the groups torch's own: the world becomes the default group. Local."""
+        assert self._store is not None
+        for group in _stale:
+            # Who still holds it shall get our error. Without these entries torch complains of its own book-keeping.
+            c10d._world.pg_map[group] = (dist.Backend(self._backend), self._store)
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        if _PLUGIN.upper() not in dist.Backend._plugins:
+            dist.Backend.register_backend(_PLUGIN, _offered_group, extended_api=True, devices=["cpu", "cuda"])
+        world = self._groups["world"]
+        world.maker = self._make_group
+        former_hook = sys.excepthook
+        # A name must never come back: a stale one (in a compiled graph, say) would find another generation's group.
+        c10d._world.group_count = max(c10d._world.group_count, self.number * _NAMES_PER_GENERATION)
+        _offer.append(world)
+        self._installing = True
+        try:
+            dist.init_process_group(
+                _PLUGIN,
+                store=self._store,
+                rank=self.rank,
+                world_size=self.topology.world_size,
+                timeout=self._timeout,
+            )
+            _call_it(world, self._backend)
+            # All ranks register all groups in one order, also those they are no member of, so that they agree on the
+            # names of groups which the user makes: torch counts them.
+            for _, name, slots in group_slots(self.topology):
+                if name != "world":
+                    ranks = [self.topology.rank(slot) for slot in slots]
+                    self._offered = self._groups.get(name)
+                    dist.new_group(ranks, timeout=self._timeout, group_desc=name, sort_ranks=False)
+        finally:
+            self._installing = False
+            _offer.clear()
+            sys.excepthook = former_hook  # torch wraps it again each time
+
+    def uninstall(self) -> None:
+        """Take the groups away from torch again. Local."""
+        if dist.is_initialized() and dist.group.WORLD is self._groups.get("world"):
+            dist.destroy_process_group()
+        _stale.update((*self._groups.values(), *self._users))
+
+    def plain_groups(self) -> list[dist.ProcessGroup]:
+        """The backends' groups that still live, the user's included."""
+        every = [*self._groups.values(), *self._users]
+        return [group._inner for group in every if group._inner is not None]
+
+    def release(self) -> list[Any]:
+        """Let go of all groups and return what is left of them, for the reaper."""
+        self.life.retired = True
+        left: list[Any] = [group.release() for group in (*self._groups.values(), *self._users)]
+        left.append(self._store)
+        self._store = None
+        for group in self._groups.values():
+            group.maker = None
+        return left
+
+    def _build(self, name: str, store: Store, slots: Sequence[int]) -> dist.ProcessGroup:
         ranks = [self.topology.rank(slot) for slot in slots]
-        group: dist.ProcessGroup = dist.new_group(  # a non-member gets a placeholder, which the caller drops
-            ranks, timeout=self._timeout, backend=self._backend, group_desc=description
+        return build_group(self._backend, name, store, ranks, self.rank, self._timeout, self.device)
+
+    def _wrap(self, group: dist.ProcessGroup, description: str) -> InterruptibleGroup:
+        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend))
+
+    def _make_group(
+        self, ranks: Sequence[int], *, group_name: str, group_desc: str | None = None, **_: Any
+    ) -> InterruptibleGroup | None:
+        """``torch.distributed.new_group`` comes here, for our own groups and for the user's."""
+        if self._installing:
+            offered, self._offered = self._offered, None
+            if offered is not None:
+                offered._set_group_name(group_name)
+            return offered
+        self.life.check("world")
+        if self.rank not in ranks:
+            return None
+        slots = [self.topology.slots[rank] for rank in ranks]
+        guard, prefix = self._guard, f"generation/{self.name}/user"
+        construction = Construction(
+            lambda: self._build(group_name, PrefixStore(prefix, guard.client()), slots), self._changed
         )
+        plain = construction.wait(lambda: self.life.interrupted)
+        if plain is None:
+            raise Interrupted(f"a process group was being made: {self.life.reason}")
+        group = self._wrap(plain, group_desc or f"of ranks {list(ranks)}, made by torch.distributed.new_group")
+        group._set_group_name(group_name)
+        self._users.add(group)
         return group
+
+
+_offer: list[InterruptibleGroup] = []
+
+_stale: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
+"""Groups of earlier generations that somebody holds."""
+
+
+def _offered_group(options: Any, _: Any) -> InterruptibleGroup:
+    """Called by ``init_process_group``: hands it the group that is ready."""
+    if not _offer:
+        raise RuntimeError(f"the backend {_PLUGIN!r} is made by lightning_ntp alone: use 'gloo' or 'nccl'")
+    group = _offer.pop()
+    group._set_group_name(options.group_id)
+    return group
+
+
+def _call_it(world: InterruptibleGroup, backend: str) -> None:
+    """Have ``torch.distributed.get_backend`` tell the real backend: libraries decide by it."""
+    _, store = c10d._world.pg_map[world]
+    c10d._world.pg_map[world] = (dist.Backend(backend), store)
+    c10d._world.pg_backend_config[world] = str(c10d.BackendConfig(dist.Backend(backend)))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_ntp.comm.bucket import Bucket
+from lightning_ntp.comm.bucket import Bucket, Filling
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.lane import Lane
 from lightning_ntp.parallel import ShardedModel, ShardedParameter
@@ -116,11 +116,11 @@ class GradientSync:
     def _build(self) -> None:
         self.close()
         entries = [e for e in self._model if e.parameter.requires_grad]
-        self._home: dict[nn.Parameter, int] = {}
+        self._home: dict[nn.Parameter, tuple[int, int]] = {}
         self.buckets = [b for b in _buckets(entries, self._generation, self._cap) if b.has_work]
         for number, bucket in enumerate(self.buckets):
-            for entry in bucket.entries:
-                self._home[entry.parameter] = number
+            for position, entry in enumerate(bucket.entries):
+                self._home[entry.parameter] = (number, position)
         for entry in entries:
             hook = entry.parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
@@ -130,19 +130,20 @@ class GradientSync:
         """Backward has accumulated the gradient of ``p``."""
         if p.grad is not None and p.grad.is_sparse:
             raise RuntimeError("a parameter has a sparse gradient: use dense gradients (sparse=False)")
-        number = self._home.get(p)
-        if number is None:  # nothing to communicate
+        home = self._home.get(p)
+        if home is None:  # nothing to communicate
             return
         if not self._active:
             self.local.add(p)
             return
-        round_ = self._rounds[number]
+        round_ = self._rounds[home[0]]
         if p not in round_.pending:
             raise RuntimeError(
                 f"the parameter {self._model.by_parameter()[p].name!r} received its gradient twice in one backward:"
                 " use torch.utils.checkpoint with use_reentrant=False"
             )
         round_.pending.discard(p)
+        round_.take(home[1])
         self._launch()
 
     def _launch(self) -> None:
@@ -152,11 +153,8 @@ class GradientSync:
             self._next += 1
             if round_.idle:
                 continue
-            gradients = []
-            for entry in round_.bucket.entries:
-                gradients.append(entry.parameter.grad)
-                entry.parameter.grad = None  # freed as soon as it is packed
-            round_.gradients = gradients
+            for position in range(len(round_.bucket.entries)):
+                round_.take(position)  # what was local before this backward
             self._lane.submit(round_.run)
 
 
@@ -168,14 +166,25 @@ class _Round:
         # frozen for now (a GAN's other half, say): nothing will arrive, and nothing is sent if that holds for all
         self.pending = {e.parameter for e in bucket.entries if e.parameter.requires_grad}
         self.idle = not self.pending
-        self.gradients: list[Tensor | None] = []
+        self._filling: Filling | None = None
         self.results: list[Tensor] = []
         self.flags: Tensor | None = None
 
-    def run(self) -> None:
+    def take(self, position: int) -> None:
+        """Take a parameter's gradient away, if there is one."""
+        parameter = self.bucket.entries[position].parameter
         with torch.no_grad():
-            gradients, self.gradients = self.gradients, []
-            self.results, self.flags = self.bucket.run(gradients)
+            if self._filling is None:  # not earlier: while backward begins, activations need the memory
+                self._filling = self.bucket.fill()
+            if parameter.grad is not None:
+                self._filling.put(position, parameter.grad)
+                parameter.grad = None
+
+    def run(self) -> None:
+        filling, self._filling = self._filling, None
+        assert filling is not None
+        with torch.no_grad():
+            self.results, self.flags = self.bucket.run(filling)
 
 
 def _buckets(entries: list[ShardedParameter], generation: Generation, cap: int) -> Iterator[Bucket]:

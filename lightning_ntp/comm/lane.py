@@ -14,6 +14,13 @@ import torch
 
 Job = Callable[[], None]
 
+_PATIENCE_SECONDS = 5.0
+"""For a job to end after the interruption of its collective, which takes milliseconds."""
+
+
+class _Dropped(RuntimeError):
+    """Jobs were dropped by a reset."""
+
 
 class Lane:
     """Runs jobs in the order in which they are submitted, beside the caller.
@@ -27,6 +34,13 @@ class Lane:
 
     def drain(self) -> None:
         raise NotImplementedError
+
+    def reset(self) -> Lane:
+        """A lane that is idle: this one once it has dropped its jobs, or another one if it is stuck.
+
+        For after an interruption, when every collective ends by itself.
+        """
+        return self
 
     def close(self) -> None:
         """End the lane. Pending jobs are dropped."""
@@ -55,6 +69,17 @@ class ThreadLane(Lane):
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def reset(self) -> Lane:
+        with self._changed:
+            if self._error is None:
+                self._error = _Dropped()  # jobs that have not begun do not
+            idle = self._changed.wait_for(lambda: self._pending == 0, _PATIENCE_SECONDS)
+            if idle:
+                self._error = None
+                return self
+        self._jobs.put(None)
+        return ThreadLane()
 
     def close(self) -> None:
         self._jobs.put(None)

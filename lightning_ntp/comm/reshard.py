@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_ntp.comm.generation import Generation
@@ -58,7 +59,7 @@ class Resharding:
     """
 
     def __init__(self, model: ShardedModel, states: Iterable[ShardedState], before: Topology, after: Topology) -> None:
-        self._model, self._after = model, after
+        self._model, self.after = model, after
         self._shards: list[_Shard] = []
         states = list(states)
         for entry in model:
@@ -85,11 +86,11 @@ class Resharding:
 
     def extra_bytes(self, slot: int) -> int:
         """Bytes that ``slot`` must be able to allocate for it: new shards beside the old, and the packed pieces."""
-        replica, index = self._after.place(slot)
+        replica, index = self.after.place(slot)
         total = 0
         for shard in self._shards:
             if any(m.receiver == slot for m in shard.exchange.moves):
-                layouts = shard.entry.sharding.layouts(self._after.family, self._after.degrees[replica])
+                layouts = shard.entry.sharding.layouts(self.after.family, self.after.degrees[replica])
                 total += shard.entry.local_shape(layouts, index).numel() * shard.local.element_size()
             moved = sum(m.length for m in (*shard.exchange.sent_by(slot), *shard.exchange.received_by(slot)))
             total += moved * element_width(shard.entry.shape, shard.entry.sharding.dim) * shard.local.element_size()
@@ -101,8 +102,8 @@ class Resharding:
         Raises:
             Interrupted: If the membership changes meanwhile; nothing has changed then.
         """
-        slots, own = self._after.slots, generation.slot
-        layouts_of = {e.turn: e.sharding.layouts(self._after.family, generation.degree) for e in self._model}
+        slots, own = self.after.slots, generation.slot
+        layouts_of = {e.turn: e.sharding.layouts(self.after.family, generation.degree) for e in self._model}
         for shards in _by_dtype(self._shards):
             wire = Wire(
                 [
@@ -126,14 +127,20 @@ class Resharding:
             for shard, target in zip(shards, targets, strict=True):
                 shard.received = target
 
-    def install(self, generation: Generation) -> None:
-        """Take the new shards, and let the modules take over the new sizes. Local."""
+    def install(self, slot: int, group: dist.ProcessGroup | None) -> None:
+        """Take the new shards, and let the modules take over the new sizes. Local.
+
+        Args:
+            slot: This rank's slot.
+            group: The process group of the replica, for forward and backward.
+        """
         with torch.no_grad():
-            # states first: a state belongs to the shape its parameter has now
+            # states first: they are recognised by the shape their parameter still has
             for shard in sorted(self._shards, key=lambda s: s.holder is None):
                 shard.replace()
         self._shards = []
-        self._model.place.update(self._after.family, generation.degree, generation.index, generation.tensor_parallel)
+        replica, index = self.after.place(slot)
+        self._model.place.update(self.after.family, self.after.degrees[replica], index, group)
         self._model.relayout()
 
 

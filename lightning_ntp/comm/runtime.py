@@ -1,19 +1,53 @@
-"""The one runtime of a rank: its store client and its current generation.
+"""The one runtime of a rank: its part in the membership, its current generation and its lane.
 
 A script may call ``fit`` and then ``test`` with another ``Trainer``: both work on the same process groups.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_ntp.comm import backends
+from lightning_ntp.comm.construction import Construction
 from lightning_ntp.comm.generation import Generation
+from lightning_ntp.comm.interruption import Life
 from lightning_ntp.comm.lane import Lane, make_lane
+from lightning_ntp.comm.membership import Agreement, Membership
+from lightning_ntp.comm.reaper import Reaper
+from lightning_ntp.comm.store import StoreGuard, StoreLostError
+from lightning_ntp.launch.environment import UID
 from lightning_ntp.plan import Topology
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a rank came into a new generation. All survivors of one generation get the same, but for :attr:`seconds`."""
+
+    before: Topology
+    """Of the generation that is over."""
+    after: Topology
+    """The new generation's."""
+    lost: tuple[int, ...]
+    """Slots of :attr:`before` that are gone; empty after a retry."""
+    records: Mapping[int, dict[str, Any]]
+    """What every survivor brought, by slot."""
+    seconds: Mapping[str, float]
+    """By phase: ``detect`` (the supervisor's notice to this rank's interruption; only for deaths), ``agree``,
+    ``rebuild``. Repeated attempts are added up."""
+    attempts: int
+    """Rounds it took: more than one if somebody died meanwhile."""
 
 
 class Runtime:
@@ -25,30 +59,186 @@ class Runtime:
     """
 
     def __init__(
-        self, store: Store, slot: int, topology: Topology, backend: str, timeout: timedelta, device: torch.device
+        self,
+        store: tuple[str, int],
+        slot: int,
+        uid: str,
+        topology: Topology,
+        backend: str,
+        timeout: timedelta,
+        device: torch.device,
     ) -> None:
-        self.slot, self.backend, self.timeout, self.device = slot, backend, timeout, device
-        self._store = store
-        self._generations = 0
+        self.slot, self.uid, self.backend, self.timeout, self.device = slot, uid, backend, timeout, device
+        self.launched = topology
+        self._pid = os.getpid()
+        self._seconds: dict[str, float] = {}
+        self._changes = 0
+        backends.prepare_environment(backend)
+        self._guard = StoreGuard(*store, timeout, f"lightning_ntp, slot {slot}")
+        self._reaper = Reaper()
+        self._current: Generation | None = None
+        self.membership = Membership(self._guard, slot, uid, topology, self._abort)
         self.lane: Lane = make_lane(device)
-        self.generation = self._build(topology)
+        try:
+            self._enter({})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def generation(self) -> Generation:
+        assert self._current is not None
+        return self._current
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the current generation is over: nothing collective works until :meth:`recover`. Costs nothing."""
+        return self.generation.life.interrupted
 
     def serves(self, topology: Topology, backend: str, device: torch.device) -> bool:
-        """Whether the current generation is what is asked for."""
-        return self.generation.topology == topology and self.backend == backend and self.device == device
+        """Whether this is the runtime of a job that was launched so."""
+        return self.launched == topology and self.backend == backend and self.device == device
 
     def change(self, topology: Topology) -> None:
-        """Enter the next generation. Collective over its members."""
-        self.generation.close()
-        self.generation = self._build(topology)
+        """Enter a generation of other degrees, with the same slots. Collective over its members.
 
-    def close(self) -> None:
+        Raises:
+            RuntimeError: If it does not have the slots that are alive.
+        """
+        roster = self.membership.roster
+        if topology.slots != roster.slots:
+            raise RuntimeError(
+                f"degrees {topology.degrees} need the slots {list(topology.slots)}, but the job has"
+                f" {list(roster.slots)}: a trainer in the same script must use the same ranks"
+            )
+        self._leave_generation()
+        self._changes += 1
+        self.membership.rebase(topology)
+        self.launched = topology
+        while not self._build(f"{roster.commit}.{self._changes}", topology, roster.commit):
+            self._enter({})
+
+    def announce_recoverable(self) -> None:
+        """From now on a rank that dies interrupts the others instead of ending the job: they call :meth:`recover`."""
+        self.membership.announce_recoverable()
+
+    def recover(self, record: dict[str, Any]) -> Recovery:
+        """Enter the next generation with whoever lives. Collective over them; goes on by itself if more die meanwhile.
+
+        Called after :class:`~lightning_ntp.comm.interruption.Interrupted`; without a reason it gives a new generation
+        with the same members. Nothing is moved here. The lane may be another one afterwards.
+
+        Args:
+            record: What the other survivors shall know of this rank; must survive JSON.
+
+        Raises:
+            JobLost: If this rank was declared dead, a member does not join in time, or collectives fail again and
+                again although nobody dies.
+        """
+        before, life = self.generation.topology, self.generation.life
+        if not life.interrupted:
+            life.interrupt("a recovery was asked for")
+            self._abort(life)
+        self._seconds = {}
+        self._leave_generation()
+        agreement, attempts = self._enter(record)
+        after = self.generation.topology
+        lost = tuple(slot for slot in before.slots if slot not in after.slots)
+        deaths = [d.at for d in agreement.roster.departures if d.kind == "dead" and d.slot in lost]
+        if deaths and 0 < deaths[0] < life.interrupted_at:
+            self._seconds["detect"] = life.interrupted_at - deaths[0]
+        return Recovery(before, after, lost, agreement.records, dict(self._seconds), attempts)
+
+    def close(self, reason: str = "") -> None:
+        """Leave the job in good order.
+
+        Args:
+            reason: Why, if not because the work is done.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child, which is no rank
+        self._guard.close()  # a store that is lost now is no news
+        with suppress(StoreLostError):
+            self.membership.leave(reason)
+        self._leave_generation(reset=False)
         self.lane.close()
-        self.generation.close()
+        self.membership.close()
+        self._reaper.close()
+        self._guard.join()
 
-    def _build(self, topology: Topology) -> Generation:
-        self._generations += 1
-        return Generation(self._generations, topology, self.slot, self._store, self.backend, self.timeout, self.device)
+    def _enter(self, record: dict[str, Any]) -> tuple[Agreement, int]:
+        """Agree and build until both succeed."""
+        attempts = 0
+        while True:
+            attempts += 1
+            begun = time.monotonic()
+            agreement = self.membership.agree(record, self.timeout)
+            agreed = time.monotonic()
+            roster = agreement.roster
+            built = self._build(str(roster.commit), roster.topology, roster.commit)
+            for phase, seconds in (("agree", agreed - begun), ("rebuild", time.monotonic() - agreed)):
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + seconds
+            if built:
+                return agreement, attempts
+
+    def _build(self, name: str, topology: Topology, commit: int) -> bool:
+        """Build and install a generation. False if the membership has changed meanwhile, or a group failed to build."""
+        membership = self.membership
+        life = Life(commit, membership.explain)
+        generation = Generation(
+            name,
+            topology,
+            self.slot,
+            life,
+            self._guard,
+            self.backend,
+            self.timeout,
+            self.device,
+            membership.changed,
+        )
+
+        def connect() -> Generation:
+            try:
+                generation.connect()
+            except BaseException:
+                generation.release()
+                raise
+            return generation
+
+        try:
+            built = Construction(connect, membership.changed).wait(lambda: membership.roster.change > commit)
+        except RuntimeError as error:
+            if not membership.recoverable:
+                raise
+            membership.retry(commit, str(error))
+            return False
+        if built is None or membership.roster.change > commit:
+            self._reaper.take([generation.release()])
+            return False
+        generation.install()
+        self._current = generation
+        membership.watch(life)
+        return True
+
+    def _leave_generation(self, reset: bool = True) -> None:
+        generation = self._current
+        if generation is None or generation.life.retired:
+            return
+        if reset:
+            self.lane = self.lane.reset()
+        generation.uninstall()
+        if generation.life.interrupted and self.device.type == "cuda":
+            backends.check_device(self.device)
+        self._reaper.take(generation.release())
+
+    def _abort(self, life: Life) -> None:
+        """Wake whoever waits below Python, here and at the peers."""
+        generation = self._current
+        if generation is None or generation.life is not life:
+            return
+        groups = generation.plain_groups()
+        # closing takes 10 ms a group; the membership thread must go on reading
+        threading.Thread(target=backends.abort, args=(self.backend, groups), name="ntp-abort", daemon=True).start()
 
 
 _current: Runtime | None = None
@@ -60,17 +250,24 @@ def current() -> Runtime | None:
 
 
 def start(
-    store: tuple[str, int], slot: int, topology: Topology, backend: str, timeout: timedelta, device: torch.device
+    store: tuple[str, int],
+    slot: int,
+    topology: Topology,
+    backend: str,
+    timeout: timedelta,
+    device: torch.device,
+    uid: str | None = None,
 ) -> Runtime:
     """Start the runtime, or return the one that serves already. Collective over all slots of ``topology``.
 
     Args:
         store: Host and port of the supervisor's store.
         slot: This rank's slot.
-        topology: The live members.
+        topology: The members at launch.
         backend: Process group backend.
         timeout: For every collective and for reaching the store.
         device: This rank's device.
+        uid: This process's unique id; from the environment by default.
 
     Raises:
         RuntimeError: If process groups exist that were not made here.
@@ -87,14 +284,20 @@ def start(
             "torch.distributed is initialized already, by someone else: lightning_ntp builds its own process groups,"
             " since they change when a rank is lost; remove the call of init_process_group"
         )
-    client = TCPStore(store[0], store[1], is_master=False, wait_for_workers=False, timeout=timeout)
-    _current = Runtime(client, slot, topology, backend, timeout, device)
+    uid = uid or os.environ.get(UID) or uuid.uuid4().hex
+    _current = Runtime(store, slot, uid, topology, backend, timeout, device)
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
     return _current
 
 
-def shutdown() -> None:
-    """End the runtime of this process, if there is one."""
+def shutdown(reason: str = "") -> None:
+    """Leave the job and end the runtime of this process, if there is one.
+
+    Args:
+        reason: Why, if not because the work is done: what the others are told.
+    """
     global _current
     runtime, _current = _current, None
     if runtime is not None:
-        runtime.close()
+        runtime.close(reason)

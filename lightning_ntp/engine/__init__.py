@@ -3,13 +3,19 @@
 from lightning_ntp.engine.clipping import clip_gradients, gradient_norm
 from lightning_ntp.engine.consistency import all_equal, differing_copies
 from lightning_ntp.engine.first_step import FirstStepCheck, PeerMismatchError, check_same_batch
+from lightning_ntp.engine.operations import Operations
+from lightning_ntp.engine.recovery import Change, Outcome, RecoveryEngine
 from lightning_ntp.engine.weights import BatchSizeError, LossWeight, batch_size_of
 
 __all__ = [
     "BatchSizeError",
+    "Change",
     "FirstStepCheck",
     "LossWeight",
+    "Operations",
+    "Outcome",
     "PeerMismatchError",
+    "RecoveryEngine",
     "all_equal",
     "batch_size_of",
     "check_same_batch",

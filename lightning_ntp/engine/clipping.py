@@ -1,7 +1,8 @@
 """Gradient norms over a sharded model: every unit counted once, the same bits on every rank.
 
-Only replica 0 measures; the sum over all ranks hands its number to everyone. Replicas of another degree hold
-other shards, and sums in another order would differ in the last bit and let the replicas drift apart.
+Replicas of one degree hold equal shards of equal gradients, so each measures for itself and gets the same bits. As
+soon as degrees differ, only replica 0 measures and tells the others its number: sums over other shards would differ
+in the last bit and let the replicas drift apart.
 """
 
 from __future__ import annotations
@@ -30,15 +31,22 @@ def gradient_norm(
     Returns:
         A float64 tensor without dimensions, equal on all ranks.
     """
+    topology, infinite = generation.topology, norm_type == float("inf")
+    uniform = len(set(topology.live_degrees)) == 1
     total = torch.zeros((), dtype=torch.float64, device=generation.device)
-    infinite = norm_type == float("inf")
-    if generation.replica == generation.topology.live_replicas[0]:
+    if uniform or generation.replica == topology.live_replicas[0]:
         known = model.by_parameter()
         pieces = [piece for p in parameters if p.grad is not None for piece in _counted_here(p, known[p], generation)]
         if pieces:
-            norms = torch.stack([n.double() for n in torch._foreach_norm(pieces, norm_type)])
+            norms = torch.stack(torch._foreach_norm(pieces, norm_type)).double()
             total = norms.max() if infinite else norms.pow(norm_type).sum()
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=generation.world)
+    if uniform and generation.tensor_parallel is not None:
+        # gathered and not reduced: added in one order everywhere, whatever algorithm a replica's group would choose
+        parts = [torch.empty_like(total) for _ in range(generation.degree)]
+        dist.all_gather(parts, total, group=generation.tensor_parallel)
+        total = torch.stack(parts).max() if infinite else torch.stack(parts).sum()
+    elif not uniform:
+        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=generation.world)
     return total if infinite else total.pow(1.0 / norm_type)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,6 +72,19 @@ class FirstStepCheck:
         self._model, self._generation = model, generation
         self._passes: Counter[int] = Counter()
         self._never_ran = True
+
+    def enter(self, generation: Generation) -> None:
+        """Go on in another generation."""
+        self._generation = generation
+
+    def remember(self) -> Callable[[], None]:
+        """Remember what was looked at; returns the function that puts it back, for a step that is replayed."""
+        passes, never_ran = Counter(self._passes), self._never_ran
+
+        def restore() -> None:
+            self._passes, self._never_ran = Counter(passes), never_ran
+
+        return restore
 
     def due(self) -> bool:
         """Whether the next backward is to be checked; the same answer on all ranks."""

@@ -1,4 +1,4 @@
-"""A function call that travels to the ranks by pickle, and slot 0's result on its way back."""
+"""A function call that travels to the ranks by pickle, and one rank's result on its way back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from multiprocessing import process
 from pathlib import Path
 from typing import Any
 
-from lightning_ntp.launch.environment import JOB_DIR, SLOT
+from lightning_ntp.launch.environment import JOB_DIR
+from lightning_ntp.launch.obituary import is_first_survivor
 from lightning_ntp.launch.unpicklable import explain_unpicklable
 
 COLD_START = "import sys; from lightning_ntp.launch.call import main; main(sys.argv[1])"
@@ -67,10 +68,10 @@ def run_saved_call(path: Path) -> None:
 
 
 def run_call_in_rank(call: Callable[[], Any]) -> None:
-    """Run ``call``; slot 0 leaves what it returned for the caller."""
+    """Run ``call``; the lowest slot that is still alive leaves what it returned for the caller."""
     result = call()
     directory = os.environ.get(JOB_DIR)
-    if directory and os.environ[SLOT] == "0":
+    if directory and is_first_survivor():
         temporary = Path(directory, f"{_RESULT}.{os.getpid()}")
         with temporary.open("wb") as file:
             pickle.dump(result, file, pickle.HIGHEST_PROTOCOL)
@@ -78,7 +79,7 @@ def run_call_in_rank(call: Callable[[], Any]) -> None:
 
 
 def read_result(directory: Path) -> Any:
-    """What slot 0 returned.
+    """What the lowest living slot returned.
 
     Raises:
         FileNotFoundError: it returned nothing yet.

@@ -28,6 +28,7 @@ _ECHOES = (
     "enforce fail at gloo",
     "gloo/transport",
     "[gloo",
+    "a collective was interrupted",
 )
 
 

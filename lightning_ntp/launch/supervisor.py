@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from lightning_ntp.launch import hydra
 from lightning_ntp.launch.call import Call, read_result, save_call
 from lightning_ntp.launch.channel import Message
+from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
 from lightning_ntp.launch.ending import Ending
 from lightning_ntp.launch.environment import RankIdentity
 from lightning_ntp.launch.outcome import Failure, Outcome, RanksFailedError, exit_code, failure_of, find_cause
@@ -90,6 +91,9 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._reports: dict[int, Report] = {}
         self._incarnations = 0
+        self._uids: dict[int, str] = {}
+        self._deaths = Deaths(None, self._uids, lambda slot: False)
+        self._died: list[Failure] = []
 
     def run(self) -> Outcome:
         """Start the ranks, wait until all have ended, and say how it went. Prints nothing.
@@ -109,6 +113,7 @@ class Supervisor:
                     server.end()
             return self._outcome(job_dir)
         finally:
+            self._deaths.close()
             self.store = None
             shutil.rmtree(job_dir, ignore_errors=True)
 
@@ -133,9 +138,11 @@ class Supervisor:
         # After the server: a fork of this process must not inherit the store's socket and thread.
         address = self._store_address or self._host_store()
         host, _, port = address.rpartition(":")
+        self._deaths = Deaths(self.store, self._uids, lambda slot: self._has_raised(slot, job_dir))
         for slot in range(self.ranks):
             uid = f"{self.job}.{self._incarnations}"
             self._incarnations += 1
+            self._uids[slot] = uid
             identity = RankIdentity(slot, self.ranks, uid, self.job, host, int(port), job_dir)
             environment = {**self._base_environment(), **identity.to_environ()}
             arguments = self._arguments[slot] if self.start_method == "popen" else []
@@ -155,14 +162,21 @@ class Supervisor:
         return environment
 
     def _watch(self, server: ServerProcess, job_dir: Path) -> None:
+        next_look = 0.0
         while len(self._codes) < self.ranks:
-            ready, _, _ = select.select([server.channel], [], [], _TICK)
+            recovers = self._deaths.expected
+            ready, _, _ = select.select([server.channel], [], [], LOOK_SECONDS if recovers else _TICK)
+            if recovers and not self._told_to_end:
+                self._deaths.look()
             for message in server.channel.receive() if ready else []:
                 self._hear(message, job_dir)
             if server.channel.closed:
                 self._server_lost(server)
                 return
             now = time.monotonic()
+            if recovers and not ready and now < next_look:
+                continue
+            next_look = now + _TICK
             for slot in set(range(self.ranks)) - set(self._codes) - set(self._reports):
                 self._look_for_report(slot, job_dir)
             for signum, to_ranks in self._relay.due(now):
@@ -181,6 +195,7 @@ class Supervisor:
         now = time.monotonic()
         if message["did"] == "started":
             self.pids[message["slot"]] = message["pid"]
+            self._deaths.started(message["slot"], message["pid"])
         elif message["did"] == "signalled":
             self._relay.reached_ranks(message["signum"])
         elif message["did"] == "ended":
@@ -189,11 +204,24 @@ class Supervisor:
             self._look_for_report(slot, job_dir)
             report = self._reports.get(slot)
             failure = failure_of(slot, code, now, report)
+            if failure is not None and report is None and not self._told_to_end:
+                self._deaths.ended(slot, failure.summary.removeprefix("killed by "))
+            if slot in self._deaths.slots:
+                if failure is not None:
+                    self._died.append(failure)
+                code = 0  # the others go on
             # A rank that ends because it was told to has not failed.
-            told = self._ending.pressed or self._ending.stop_signal is not None or self._relay.pending
-            if failure is not None and not (told and (report is None or report.echo)):
+            elif failure is not None and not (self._told_to_end and (report is None or report.echo)):
                 self._failures.append(failure)
             self._ending.ended(slot, code, now)
+
+    @property
+    def _told_to_end(self) -> bool:
+        return self._ending.pressed or self._ending.stop_signal is not None or self._relay.pending
+
+    def _has_raised(self, slot: int, job_dir: Path) -> bool:
+        self._look_for_report(slot, job_dir)
+        return slot in self._reports
 
     def _look_for_report(self, slot: int, job_dir: Path) -> None:
         report = read_report(job_dir, slot)
@@ -208,14 +236,17 @@ class Supervisor:
         self._failures.append(Failure(-1, text, 1, float("-inf"), signature="server"))
 
     def _outcome(self, job_dir: Path) -> Outcome:
+        survivors = self._codes.keys() - self._deaths.slots
+        if not survivors or self._failures and all(failure.echo for failure in self._failures):
+            self._failures += self._died  # nobody was left to go on, or nobody could
         cause = find_cause(self._failures)
         for signum, _ in self._relay.due(float("inf")):  # all ranks ended of it before it was this loop's turn
             self._ending.stop(signum, time.monotonic())
         stop = self._ending.stop_signal
         forced = self._ending.forced or len(self._codes) < self.ranks
-        code = exit_code(self._codes, cause, stop, forced)
+        code = exit_code({slot: self._codes[slot] for slot in survivors}, cause, stop, forced)
         result = None
-        if self._call is not None and cause is None and self._codes.get(0) == 0:
+        if self._call is not None and cause is None and any(self._codes[slot] == 0 for slot in survivors):
             result = read_result(job_dir)
         return Outcome(self.ranks, code, dict(self._codes), tuple(self._failures), cause, stop, result)
 

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.seed import (
     pl_worker_init_function,
 )
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -98,3 +99,156 @@ def patch_found_inf(plugin: Precision, agree: Callable[[torch.Tensor], None]) ->
     scaler.unscale_ = unscale_  # type: ignore[method-assign]
     scaler._check_inf_per_device = check_inf_per_device  # type: ignore[method-assign]
     scaler._ntp_agrees = True  # type: ignore[attr-defined]
+
+
+# ---- what a training step changes, remembered; each function returns the one that puts it back ---------------------
+
+
+def remember_logging(trainer: Trainer) -> Callable[[], None]:
+    """What ``self.log`` has gathered.
+
+    2.6.6: ``_ResultMetric`` assigns new values rather than change them in place, so shallow copies suffice.
+    ``_call_lightning_module_hook`` and its like do not put ``_current_fx_name`` back after an exception.
+    """
+    module, connector, results = trainer.lightning_module, trainer._logger_connector, trainer._results
+    name, names = module._current_fx_name, ("_current_fx", "_first_loop_iter")
+    connected = {k: getattr(connector, k) for k in names}
+    shown = {k: dict(getattr(connector, k)) for k in ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics")}
+    logged = {} if results is None else {k: (m, dict(m.__dict__)) for k, m in results.items()}
+    batch = {} if results is None else {k: getattr(results, k) for k in ("batch", "batch_size", "dataloader_idx")}
+
+    def restore() -> None:
+        module._current_fx_name = name
+        connector.__dict__.update(connected)
+        connector.__dict__.update({k: dict(v) for k, v in shown.items()})
+        if results is None:
+            return
+        for key in [k for k in results if k not in logged]:
+            del results[key]
+        for key, (metric, attributes) in logged.items():
+            results[key] = metric
+            metric.__dict__.clear()
+            metric.__dict__.update(attributes)
+        results.__dict__.update(batch)
+
+    return restore
+
+
+def _remember_counters(*trackers: Any) -> Callable[[], None]:
+    saved = [(tracker, dict(tracker.__dict__)) for tracker in trackers]
+
+    def restore() -> None:
+        for tracker, counts in saved:
+            tracker.__dict__.update(counts)
+
+    return restore
+
+
+def remember_progress(trainer: Trainer) -> Callable[[], None]:
+    """Progress counters that closures and manual steps increment. 2.6.6: not the optimizer's, see below."""
+    loop = trainer.fit_loop.epoch_loop
+    cleared, manual = loop.automatic_optimization.optim_progress.optimizer.zero_grad, loop.manual_optimization
+    steps = manual.optim_step_progress
+    return _remember_counters(cleared.total, cleared.current, steps.total, steps.current)
+
+
+def remember_batch(trainer: Trainer) -> Callable[[], None]:
+    """What ``_AutomaticOptimization._optimizer_step`` changes around the module's ``optimizer_step`` (2.6.6)."""
+    steps = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+    counters = _remember_counters(steps.total, steps.current)
+    module = trainer.lightning_module
+    name = module._current_fx_name
+
+    def restore() -> None:
+        counters()
+        module._current_fx_name = name
+
+    return restore
+
+
+def remember_scaler(plugin: Precision) -> Callable[[], None]:
+    """The GradScaler of 16-mixed. torch 2.13: ``update`` changes both tensors in place."""
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is None:
+        return lambda: None
+    tensors = {k: None if (t := getattr(scaler, k)) is None else t.clone() for k in ("_scale", "_growth_tracker")}
+    stages = {k: dict(v) for k, v in scaler._per_optimizer_states.items()}
+
+    def restore() -> None:
+        for k, tensor in tensors.items():
+            setattr(scaler, k, None if tensor is None else tensor.clone())
+        scaler._per_optimizer_states.clear()
+        scaler._per_optimizer_states.update({k: dict(v) for k, v in stages.items()})
+
+    return restore
+
+
+def remember_toggled(module: Any) -> Callable[[], None]:
+    """2.6.6: ``toggle_optimizer`` keeps the flags that it will put back in ``_param_requires_grad_state``."""
+    flags = dict(module._param_requires_grad_state)
+
+    def restore() -> None:
+        module._param_requires_grad_state = dict(flags)
+
+    return restore
+
+
+def stop_profiling(trainer: Trainer, action: str) -> None:
+    """2.6.6: ``Trainer.profiler`` is set by a connector, unseen by type checkers."""
+    trainer.profiler.stop(action)  # type: ignore[attr-defined]
+
+
+# ---- where a training step is taken over -----------------------------------------------------------------------------
+
+
+def closure_functions(closure: Closure) -> tuple[Any, Any, Any]:
+    """2.6.6: the training step, the backward and the zero_grad of a closure; the latter two may be None."""
+    return closure._step_fn, closure._backward_fn, closure._zero_grad_fn
+
+
+def patch_automatic_optimization(
+    trainer: Trainer,
+    wrap: Callable[[Closure], Closure],
+    optimize: Callable[[Callable[[int, Any], None], int, Any], None],
+) -> Callable[[], None]:
+    """Let closures and the optimizer step of automatic optimization pass through us; the result undoes it.
+
+    2.6.6: ``_AutomaticOptimization.run`` calls ``self._make_closure``, then the closure alone (accumulating) or
+    ``self._optimizer_step(batch_idx, closure)``.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    kind = type(loop)
+
+    def make_closure(*args: Any, **kwargs: Any) -> Closure:
+        return wrap(kind._make_closure(loop, *args, **kwargs))
+
+    def optimizer_step(batch_idx: int, closure: Any) -> None:
+        optimize(partial(kind._optimizer_step, loop), batch_idx, closure)
+
+    loop._make_closure = make_closure  # type: ignore[method-assign]
+    loop._optimizer_step = optimizer_step  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop.__dict__.pop("_make_closure", None)
+        loop.__dict__.pop("_optimizer_step", None)
+
+    return undo
+
+
+def patch_after_closure(plugin: Precision, vote: Callable[[], None]) -> Callable[[], None]:
+    """Call ``vote`` once hooks and clipping are done and nothing but the update is left; the result undoes it.
+
+    2.6.6: ``Precision`` (through ``_wrap_closure``) and ``MixedPrecision`` both call ``self._after_closure``.
+    """
+    inner = type(plugin)._after_closure
+
+    def after_closure(*args: Any, **kwargs: Any) -> None:
+        inner(plugin, *args, **kwargs)
+        vote()
+
+    plugin._after_closure = after_closure  # type: ignore[method-assign]
+
+    def undo() -> None:
+        plugin.__dict__.pop("_after_closure", None)
+
+    return undo

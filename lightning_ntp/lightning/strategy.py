@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,22 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ntp import engine
-from lightning_ntp.comm import Generation, GradientSync, Runtime, broadcast_start, gather_full, runtime
+from lightning_ntp.comm import Generation, GradientSync, Runtime, ShardedState, broadcast_start, gather_full, runtime
 from lightning_ntp.launch import RankIdentity, StopRequest, is_rank
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
+from lightning_ntp.lightning.changes import follow_change
+from lightning_ntp.lightning.collectives import ReplicaCollectives
 from lightning_ntp.lightning.data import check_sampler, describe_source, regular_batches, seed_workers_by_replica
 from lightning_ntp.lightning.environment import NTPEnvironment
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
-from lightning_ntp.lightning.metrics import gather_from_replicas, gather_metric_state, gather_with_gradient
+from lightning_ntp.lightning.metrics import gather_metric_state
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
+from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.topology import as_size, resolve_degrees
@@ -127,6 +132,11 @@ class NTPStrategy(ParallelStrategy):
         self._resumable: set[Optimizer] = set()
         self._even: tuple[object, bool] | None = None
         self._share: float | engine.LossWeight = 1.0
+        self._told_to_stop = 0
+        self._recovery: engine.RecoveryEngine | None = None
+        self._transaction: Transaction | None = None
+        self._operations = engine.Operations(lambda: self._recovery)
+        self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
         self._stop = StopRequest()
         self._norm: Tensor | None = None
 
@@ -256,6 +266,8 @@ class NTPStrategy(ParallelStrategy):
                 f"{type(module).__name__}.training_step takes a dataloader_iter: a step must be given its batch, so"
                 " that it can be replayed; take (batch, batch_idx)"
             )
+        if self.topology.full_degree > 1:
+            refuse_averaging_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self._shard(module)
         self.model_to_device()
@@ -272,13 +284,41 @@ class NTPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
-        private.replace_stop_broadcasts(trainer, self._vote_to_stop)
+        private.replace_stop_broadcasts(trainer, self._stop_if_told)
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.dist_sync_fn = gather_metric_state
         self._checked_stages = set()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._set_up_recovery(trainer)
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
         self._stop.install()
+
+    def _set_up_recovery(self, trainer: Trainer) -> None:
+        """From now on a rank that is lost interrupts the others, and the step goes on without it."""
+        assert self._runtime is not None and self.sharded is not None
+        if self._recovery is None:
+            self._recovery = engine.RecoveryEngine(self._runtime, self.sharded, self._states_to_move, self._changed)
+            self._recovery.describe = self._operations.record
+        if self._transaction is not None:
+            self._transaction.uninstall()
+        self._told_to_stop = 0
+        self._transaction = Transaction(trainer, self._recovery, self._vote, self._remember_step, self.root_device)
+        self._transaction.install()
+
+    def _states_to_move(self) -> list[ShardedState]:
+        return [optimizer.state for optimizer in self.optimizers]
+
+    def _changed(self, change: engine.Change) -> None:
+        """The members have changed and the shards have moved: everything that knew the old generation follows."""
+        assert self._runtime is not None and self.sharded is not None and self.lightning_module is not None
+        if self._sync is not None:
+            self._sync.close()
+            self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
+        if self._first_steps is not None:
+            self._first_steps.enter(self.generation)
+        self.set_world_ranks()
+        follow_change(self.lightning_module.trainer, change)
 
     def _shard(self, module: LightningModule) -> None:
         known = getattr(module, "_ntp_sharded", None)
@@ -327,6 +367,13 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self._transaction is not None and self._runtime is not None
+        if self.generation.topology.world_size == 1:
+            self._stop_if_told()  # Lightning 2.6.6 asks before a batch only where there are several ranks
+        self._runtime.announce_recoverable()
+        return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
+
+    def _training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         batch = args[0] if args else next(iter(kwargs.values()))
         self._check_batch("training", batch)
         self._share = self._loss_share(batch)
@@ -351,6 +398,8 @@ class NTPStrategy(ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None and self._sync is not None and self._first_steps is not None
+        assert self._transaction is not None
+        self._transaction.before_backward()
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         share = self._share.share() if isinstance(self._share, engine.LossWeight) else self._share
@@ -405,7 +454,9 @@ class NTPStrategy(ParallelStrategy):
                 )
             return result
 
-        result = super().optimizer_step(optimizer, complete_closure, model, **kwargs)
+        assert self._transaction is not None
+        step = partial(super().optimizer_step, optimizer, complete_closure, model, **kwargs)
+        result = self._transaction.optimizer_step(step)
         if optimizer.state and optimizer not in self._resumable and self.sharded is not None:
             # here rather than in the first checkpoint, hours later
             checkpoints.check_optimizer_state(self.sharded, optimizer)
@@ -444,9 +495,32 @@ class NTPStrategy(ParallelStrategy):
         # replicas may have different numbers of batches, so only the peers of a replica agree here
         self._stop_together(self.generation.tensor_parallel)
 
-    def _vote_to_stop(self) -> None:
-        """Before every training batch: has anybody been told to stop? All ranks stop at the same step."""
-        self._stop_together(self.generation.world)
+    def _vote(self) -> None:
+        """The last collective of a step: who returns from it knows that all have complete gradients.
+
+        It also carries who was told to stop, so that all ranks stop after the same step.
+        """
+        vote = torch.tensor([self._stop.stop_requested() or 0], device=self.root_device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.generation.world)
+        self._told_to_stop = int(vote)
+
+    def _remember_step(self) -> Callable[[], None]:
+        """Remember what a step changes here: a replay must enter the same collectives again, on all ranks."""
+        assert self._sync is not None and self._first_steps is not None
+        checked, even, local = set(self._checked_stages), self._even, set(self._sync.local)
+        restore_first_steps = self._first_steps.remember()
+
+        def restore() -> None:
+            assert self._sync is not None
+            self._checked_stages, self._even, self._sync.local = set(checked), even, set(local)
+            restore_first_steps()
+
+        return restore
+
+    def _stop_if_told(self) -> None:
+        """Before every training batch."""
+        if self._told_to_stop:
+            self._stop_now(self._told_to_stop)
 
     def _stop_together(self, group: dist.ProcessGroup | None) -> None:
         told = self._stop.stop_requested() or 0
@@ -454,10 +528,12 @@ class NTPStrategy(ParallelStrategy):
             vote = torch.tensor([told], device=self.root_device)
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
             told = int(vote)
-        if told == 0:
-            return
+        if told:
+            self._stop_now(told)
+
+    def _stop_now(self, signum: int) -> NoReturn:
         assert self.lightning_module is not None
-        if told == signal.SIGINT:
+        if signum == signal.SIGINT:
             raise KeyboardInterrupt
         private.mark_sigterm_received(self.lightning_module.trainer)
         raise SIGTERMException
@@ -489,18 +565,12 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._runtime is None:
-            return
-        devices = [self.root_device.index] if self.root_device.type == "cuda" else None
-        dist.barrier(group=self.generation.world, device_ids=devices)
+        if self._runtime is not None:
+            self._collectives.barrier()
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        if self._runtime is None:
-            return obj
-        boxed = [obj]
-        dist.broadcast_object_list(boxed, src, group=self.generation.world, device=self.root_device)
-        return boxed[0]
+        return obj if self._runtime is None else self._collectives.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
@@ -511,34 +581,11 @@ class NTPStrategy(ParallelStrategy):
         """
         if not isinstance(tensor, Tensor) or self._runtime is None:
             return tensor
-        name = str(reduce_op if reduce_op is not None else "sum").rpartition(".")[2].lower()
-        generation = self.generation
-        value = tensor.detach().clone().to(self.root_device)
-        if name in ("mean", "avg", "sum"):
-            if not generation.is_first_of_replica:
-                value.zero_()
-            dist.all_reduce(value, group=generation.world)
-            if name != "sum":
-                # whole numbers have a mean too: Lightning divides by the mean number of samples of a batch
-                value = value / len(generation.topology.live_replicas)
-        else:
-            try:
-                operation = getattr(dist.ReduceOp, name.upper())
-            except AttributeError:
-                raise ValueError(f"reduce_op={reduce_op!r} is none of mean, sum, max, min, product") from None
-            if name == "product" and not generation.is_first_of_replica:
-                value.fill_(1)
-            dist.all_reduce(value, op=operation, group=generation.world)
-        return value
+        return self._collectives.reduce(tensor, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._runtime is None:
-            return decision
-        vote = torch.tensor(int(decision), device=self.root_device)
-        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
-        dist.all_reduce(vote, op=operation, group=self.generation.world)
-        return bool(vote)
+        return decision if self._runtime is None else self._collectives.decide(decision, all)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
@@ -549,11 +596,7 @@ class NTPStrategy(ParallelStrategy):
             group: Must be None.
             sync_grads: Whether gradients flow back to the replicas' own tensors.
         """
-        if self._runtime is None:
-            return tensor.unsqueeze(0)
-        if sync_grads and tensor.requires_grad:
-            return gather_with_gradient(tensor, self.generation)
-        return torch.stack(gather_from_replicas(tensor.detach(), self.generation))
+        return tensor.unsqueeze(0) if self._runtime is None else self._collectives.all_gather(tensor, sync_grads)
 
     # ---- state ------------------------------------------------------------------------------------------------
 
@@ -614,6 +657,9 @@ class NTPStrategy(ParallelStrategy):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
+        if self._transaction is not None:
+            self._transaction.uninstall()
+            self._transaction = None
         if self._sync is not None:
             self._sync.close()
             self._sync = None

@@ -112,7 +112,8 @@ def _all_gathered(x: Tensor, widths: list[int], place: TensorParallelContext) ->
     if place.degree == 1:
         return [x]
     widest = max(widths)
-    padded = F.pad(x, (0, widest - x.shape[-1])).contiguous()
+    # F.pad copies even if there is nothing to add
+    padded = x.contiguous() if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])).contiguous()
     shards = [torch.empty_like(padded) for _ in widths]
     dist.all_gather(shards, padded, group=place.group)
     return [shard[..., :width] for shard, width in zip(shards, widths, strict=True)]

@@ -5,18 +5,22 @@ Everything here is data that can be printed, compared and tested without startin
 
 from lightning_ntp.plan.exchange import Exchange, Move, Run, copy_exchange, reduce_exchange
 from lightning_ntp.plan.layout import Layout, LayoutFamily, UnitSpace
+from lightning_ntp.plan.membership import Departure, Entry, Roster
 from lightning_ntp.plan.reshard import plan_reshard
 from lightning_ntp.plan.sharding import GradientClass, Segment, Sharding
 from lightning_ntp.plan.sync import SyncPlan, plan_sync
 from lightning_ntp.plan.topology import Relabel, Topology, TopologyError, resolve_degrees
 
 __all__ = [
+    "Departure",
+    "Entry",
     "Exchange",
     "GradientClass",
     "Layout",
     "LayoutFamily",
     "Move",
     "Relabel",
+    "Roster",
     "Run",
     "Segment",
     "Sharding",

@@ -20,6 +20,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from lightning_ntp.launch.deaths import LOOK_SECONDS
+from lightning_ntp.launch.exits import ExitWatch
+from lightning_ntp.launch.obituary import announce_death
 from tests.harness.rank import DUMP_SIGNAL
 from tests.harness.wire import receive, send
 
@@ -269,6 +272,8 @@ class Run:
         self._processes = processes
         self._started = time.monotonic()
         self._finished = False
+        self._deaths: _Deaths | None = None
+        self._uids: list[str] = []
         arguments = pickle.dumps((args, kwargs))
         self.port = crew.new_store()
         """Port of this run's TCPStore on 127.0.0.1."""
@@ -292,6 +297,19 @@ class Run:
         """Send a signal to one rank alone (not to its children)."""
         os.kill(self._processes[slot].pid, number)
 
+    def survive(self, timeout: float = 60.0, grace: float = 5.0) -> list[Outcome]:
+        """Like :meth:`wait`, for jobs that recover: deaths are announced to the survivors as a supervisor does it.
+
+        A rank that dies does not shorten the time of the others; one that raises does.
+        """
+        self._deaths = _Deaths(self.port, {o.slot: uid for o, uid in zip(self.outcomes, self._uids, strict=True)})
+        for outcome in self.outcomes:
+            self._deaths.watch.add(outcome.slot, outcome.pid)
+        try:
+            return self.wait(timeout, grace)
+        finally:
+            self._deaths.watch.close()
+
     def wait(self, timeout: float = 60.0, grace: float = 5.0) -> list[Outcome]:
         """Wait until every rank has answered or died and return what became of each; never raises for a rank.
 
@@ -306,10 +324,14 @@ class Run:
             open_slots = set(range(len(self._processes)))
             while open_slots and (left := deadline - time.monotonic()) > 0:
                 sockets = {self._processes[slot].sock: slot for slot in open_slots}
-                for sock in select.select(list(sockets), [], [], left)[0]:
+                pause = left if self._deaths is None else min(left, LOOK_SECONDS)
+                ready = select.select(list(sockets), [], [], pause)[0]
+                if self._deaths is not None:
+                    self._deaths.look()
+                for sock in ready:
                     slot = sockets[sock]
                     open_slots.discard(slot)
-                    if not self._collect(slot):
+                    if not self._collect(slot) and not (self._deaths and self.outcomes[slot].state == "died"):
                         deadline = min(deadline, time.monotonic() + grace)
             self._dump(open_slots)
         finally:
@@ -332,10 +354,11 @@ class Run:
         raise RankError(_report(first, outcomes, timeout), first, outcomes) from first.exception
 
     def _identity(self, slot: int) -> dict[str, str]:
+        self._uids.append(f"{self.job}-{next(_incarnations)}")
         return {
             "LIGHTNING_NTP_STORE": f"127.0.0.1:{self.port}",
             "LIGHTNING_NTP_SLOT": str(slot),
-            "LIGHTNING_NTP_UID": f"{self.job}-{next(_incarnations)}",
+            "LIGHTNING_NTP_UID": self._uids[slot],
             "LIGHTNING_NTP_JOB": self.job,
             "RANK": str(slot),
             "LOCAL_RANK": str(slot),
@@ -386,6 +409,24 @@ class Run:
         shutil.rmtree(self.directory, ignore_errors=True)
         self.crew.open_run = None
         self._finished = True
+
+
+class _Deaths:
+    """Tells the survivors of deaths."""
+
+    def __init__(self, port: int, uids: dict[int, str]) -> None:
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._uids = uids
+        self._told: set[int] = set()
+        self.watch = ExitWatch()
+
+    def look(self) -> None:
+        for slot, how in self.watch.exiting().items():
+            if slot not in self._told:
+                self._told.add(slot)
+                announce_death(self._store, self._uids[slot], slot, how or "killed")
 
 
 def _settled(file: Path, timeout: float = 2.0) -> str:

@@ -230,9 +230,43 @@ class _TwoOptimizersOneLocal(_Manual):
         pass
 
 
-def test_one_optimizer_may_step_while_anothers_gradients_are_local(world: Worlds) -> None:
-    got = world(3).run(_train, (2, 1), _TwoOptimizersOneLocal)[0]
-    assert_same(got, _train(None, _TwoOptimizersOneLocal))
+class _LocalBetween(_TwoOptimizersOneLocal):
+    """The head's gradient is synced already when the block accumulates locally; then the head steps."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        head, block = self.optimizers()
+        self.manual_backward(F.mse_loss(self.net.head(x), y))
+        with self.trainer.strategy.block_backward_sync() if degrees_of(self) else torch.enable_grad():  # type: ignore
+            self.manual_backward(self.net.mlp(self.net.norm(x)).pow(2).mean())
+        head.step()
+        head.zero_grad()
+        self.manual_backward(0.5 * self.net.mlp(self.net.norm(x.flip(-1))).pow(2).mean())
+        block.step()
+        block.zero_grad()
+
+
+class _Discards(_Manual):
+    """Throws local gradients away, with synced ones below them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch))
+        with self.trainer.strategy.block_backward_sync() if degrees_of(self) else torch.enable_grad():  # type: ignore
+            self.manual_backward(self.loss((x.flip(-1), y)))
+        optimizer.zero_grad()
+        self.manual_backward(0.5 * self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [_TwoOptimizersOneLocal, _LocalBetween, _Discards])
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 1)])
+def test_local_gradients_neither_mix_with_synced_ones_nor_hold_up_another_optimizer(
+    world: Worlds, kind: type[Regression], degrees: tuple[int, ...]
+) -> None:
+    assert_same(world(sum(degrees)).run(_train, degrees, kind)[0], _train(None, kind))
 
 
 class _Accumulated(Regression):
@@ -248,4 +282,6 @@ def test_a_gradient_from_an_earlier_micro_batch_counts_although_the_last_one_has
     world: Worlds, degrees: tuple[int, ...]
 ) -> None:
     options = {"accumulate_grad_batches": 2}
-    assert_same(world(sum(degrees)).run(_train, degrees, _Accumulated, **options)[0], _train(None, _Accumulated, **options))
+    assert_same(
+        world(sum(degrees)).run(_train, degrees, _Accumulated, **options)[0], _train(None, _Accumulated, **options)
+    )

@@ -104,10 +104,6 @@ class _Thawing(_Sparse):
             self.net.mlp.requires_grad_(True)
             self.net.head.requires_grad_(False)
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        super().on_before_optimizer_step(optimizer)
-        optimizer.zero_grad if False else None
-
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 1)])
 def test_layers_may_be_frozen_and_thawed_while_training(world: Worlds, degrees: tuple[int, ...]) -> None:

@@ -78,7 +78,9 @@ def test_optimizers_that_need_whole_parameters_are_refused_before_the_first_step
     world: Worlds, make: Any, name: str
 ) -> None:
     for outcome in world(2).start(_fit, (2,), make).wait():
-        assert outcome.state == "raised" and f"TypeError: {name} " in outcome.error and "[after 0 steps]" in outcome.error
+        assert (
+            outcome.state == "raised" and f"TypeError: {name} " in outcome.error and "[after 0 steps]" in outcome.error
+        )
         assert "AdamW" in outcome.error, "it says what to use instead"
 
 
@@ -105,4 +107,6 @@ def _foreign() -> None:
 
 def test_a_parameter_that_is_not_the_modules_is_refused(world: Worlds) -> None:
     for outcome in world(2).start(_foreign).wait():
-        assert outcome.state == "raised" and "a parameter of shape (3, 5) that is not the _Foreign's own" in outcome.error
+        assert (
+            outcome.state == "raised" and "a parameter of shape (3, 5) that is not the _Foreign's own" in outcome.error
+        )

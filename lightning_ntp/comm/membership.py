@@ -1,0 +1,247 @@
+"""A rank's part in the membership of its job: it follows the log, and agrees with the others on the next generation."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from lightning_ntp.comm.interruption import Interrupted, JobLost, Life
+from lightning_ntp.comm.store import StoreGuard, StoreLostError
+from lightning_ntp.launch.log import RECOVERABLE, Log, entry_key, left_key
+from lightning_ntp.launch.obituary import expect_deaths
+from lightning_ntp.plan import Entry, Roster, Topology
+
+_FOREVER = timedelta(hours=1)
+_ECHO_SECONDS = 10.0
+"""For an entry of our own to come back through the log."""
+_PATIENCE_SECONDS = 3.0
+"""A peer's connection closes before the log says that it died; by then the log has long said so."""
+_MAX_RETRIES = 3
+_RETRY_WINDOW_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What a round has agreed on."""
+
+    roster: Roster
+    """At the commit: its topology has the members, its commit names the generation."""
+    records: dict[int, dict[str, Any]]
+    """What every member brought, by slot."""
+
+
+class Membership:
+    """Follows the membership log in a thread of its own.
+
+    Args:
+        guard: Reaches the store.
+        slot, uid: This rank's.
+        start: The topology at launch.
+        on_interrupt: Called in the following thread when the current generation is over.
+    """
+
+    def __init__(
+        self, guard: StoreGuard, slot: int, uid: str, start: Topology, on_interrupt: Callable[[Life], None]
+    ) -> None:
+        self.slot, self.uid = slot, uid
+        self.roster = Roster.launch(start)
+        self.recoverable = False
+        self.changed = threading.Condition()
+        """Notified whenever the roster has changed."""
+        self._guard = guard
+        self._store = guard.client()
+        self._log = Log(self._store)
+        self._lock = threading.Lock()
+        self._on_interrupt = on_interrupt
+        self._life: Life | None = None
+        self._left = False
+        self._followed = guard.client()
+        self._thread = threading.Thread(target=self._follow, name="ntp-membership", daemon=True)
+        self._thread.start()
+
+    # ---- the log ----------------------------------------------------------------------------------------------
+
+    def append(self, entry: Entry) -> None:
+        """Write into the log. From any thread."""
+        with self._lock:
+            self._guard.call(self._log.append, entry)
+
+    def announce_recoverable(self) -> None:
+        """Tell the supervisor that the ranks go on without a member that dies."""
+        self.recoverable = True
+        expect_deaths()
+        with self._lock:
+            self._guard.call(self._store.set, RECOVERABLE, "1")
+
+    def leave(self, reason: str) -> None:
+        """Tell everybody that this process goes in good order. Nobody is interrupted for it."""
+        if self._left:
+            return
+        self._left = True
+        with self._lock:
+            self._guard.call(self._store.set, left_key(self.uid), reason or "finished")
+        self.append(Entry("left", self.slot, self.uid, reason, at=time.monotonic()))
+
+    def close(self) -> None:
+        """End the thread. After :meth:`leave`, whose entry wakes it."""
+        self._thread.join(5.0)
+
+    def watch(self, life: Life) -> None:
+        """Interrupt ``life`` when its generation is over; at once, if it is already."""
+        with self.changed:
+            self._life = life
+            over = self.roster.broken > life.number
+        if over:
+            self._interrupt()
+
+    def rebase(self, topology: Topology) -> None:
+        """Give the live slots other places. Every member must do so between the same two rounds."""
+        with self.changed:
+            self.roster = replace(self.roster, start=topology, topology=topology)
+
+    # ---- errors of collectives --------------------------------------------------------------------------------
+
+    def explain(self, life: Life, error: RuntimeError) -> RuntimeError:
+        """The error to raise when a collective failed: waits for the log to say who died.
+
+        If nobody died and nobody left, a new generation is asked for, with the same members.
+        """
+        if not self.recoverable:
+            return error
+
+        def left() -> bool:
+            return self.roster.broken <= life.number < self.roster.change
+
+        with self.changed:
+            self.changed.wait_for(lambda: life.interrupted or life.retired or left(), _PATIENCE_SECONDS)
+        if not (life.interrupted or life.retired):
+            if left():  # whoever leaves in the middle has raised, and so shall we
+                return error
+            self.retry(life.number, str(error))
+            with self.changed:
+                self.changed.wait_for(lambda: life.interrupted or life.retired, _ECHO_SECONDS)
+        return Interrupted(f"a collective was interrupted: {life.reason or error}")
+
+    def retry(self, generation: int, why: str) -> None:
+        """Ask for a new generation with the same members."""
+        reason = why.splitlines()[0][:200] if why else "asked for"
+        self.append(Entry("retry", self.slot, self.uid, reason, round=generation, at=time.monotonic()))
+
+    # ---- agreement --------------------------------------------------------------------------------------------
+
+    def agree(self, record: dict[str, Any], limit: timedelta) -> Agreement:
+        """Join rounds until one is committed. Collective over all members, however many die meanwhile.
+
+        Args:
+            record: What the others shall know of this rank; must survive JSON.
+            limit: How long the others may take to join.
+
+        Raises:
+            JobLost: If this rank was declared dead, a member never joins, or generations keep failing.
+        """
+        joined: int | None = None
+        deadline = time.monotonic() + limit.total_seconds()
+        while True:
+            with self.changed:
+                if joined is not None:
+                    left = max(0.0, deadline - time.monotonic())
+                    self.changed.wait_for(lambda j=joined: self.roster.change != j or self.roster.settled, left)  # type: ignore[misc]
+                roster = self.roster
+            self._check(roster)
+            if roster.settled and joined == roster.change:
+                return Agreement(roster, self._records(joined, roster))
+            if roster.settled:  # nothing is wrong, but we are asked to agree anew
+                self.retry(roster.commit, str(record.get("why", "")))
+                with self.changed:
+                    self.changed.wait_for(lambda r=roster: self.roster.change != r.change, _ECHO_SECONDS)  # type: ignore[misc]
+            elif joined != roster.change:
+                joined = roster.change
+                self._join(joined, roster, record)
+            if time.monotonic() > deadline:
+                raise JobLost(f"slots {self._missing(roster)} did not join within {limit.total_seconds():g} s")
+
+    def _check(self, roster: Roster) -> None:
+        if roster.members.get(self.slot, "-") not in ("", self.uid):
+            gone = [d for d in roster.departures if d.slot == self.slot]
+            why = gone[-1].reason if gone else "unknown"
+            raise JobLost(f"slot {self.slot} has been declared gone ({why}); the others go on without it")
+        recent = [entry for entry in roster.retries if entry.at > time.monotonic() - _RETRY_WINDOW_SECONDS]
+        if len(recent) > _MAX_RETRIES:
+            raise JobLost(
+                f"collectives failed {len(recent)} times within {_RETRY_WINDOW_SECONDS:g} s although no rank has died;"
+                f" the last time in slot {recent[-1].slot}: {recent[-1].reason}"
+            )
+
+    def _join(self, round_: int, roster: Roster, record: dict[str, Any]) -> None:
+        with self._lock:
+            self._guard.call(self._store.set, f"join/{round_}/{self.slot}", json.dumps(record))
+            count = self._guard.call(self._store.add, f"join/{round_}/count", 1)
+        if count >= len(roster.members):
+            self.append(Entry("commit", self.slot, self.uid, round=round_, at=time.monotonic()))
+
+    def _records(self, round_: int, roster: Roster) -> dict[int, dict[str, Any]]:
+        keys = [f"join/{round_}/{slot}" for slot in roster.slots]
+        with self._lock:
+            values = self._guard.call(self._store.multi_get, keys)
+        return {slot: json.loads(value) for slot, value in zip(roster.slots, values, strict=True)}
+
+    def _missing(self, roster: Roster) -> list[int]:
+        with self._lock:
+            return [
+                slot
+                for slot in roster.slots
+                if not self._guard.call(self._store.check, [f"join/{roster.change}/{slot}"])
+            ]
+
+    # ---- following --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        try:
+            while not self._apply(self._next(self.roster.position + 1)):
+                pass
+        except StoreLostError:
+            return
+
+    def _next(self, position: int) -> Entry:
+        key = entry_key(position)
+        while True:
+            try:
+                self._followed.wait([key], _FOREVER)
+                break
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    self._guard.lost(str(error))
+        return Entry.decode(self._guard.call(self._followed.get, key))
+
+    def _apply(self, entry: Entry) -> bool:
+        """Take one entry in. True if it was our own farewell."""
+        with self.changed:
+            self.roster = self.roster.apply(entry)
+            over = self._life is not None and self.roster.broken > self._life.number
+            self.changed.notify_all()
+        if over:
+            self._interrupt()
+        return entry.kind == "left" and entry.uid == self.uid
+
+    def _interrupt(self) -> None:
+        life = self._life
+        if life is None or life.interrupted:
+            return
+        with self.changed:
+            life.interrupt(describe_end(self.roster))
+            self.changed.notify_all()
+        self._on_interrupt(life)
+
+
+def describe_end(roster: Roster) -> str:
+    """Why the current generation is over, for people."""
+    if roster.broken == roster.change and roster.retries:
+        return f"slot {roster.retries[-1].slot} reported: {roster.retries[-1].reason}"
+    gone = [d for d in roster.departures if d.slot in roster.topology.slots and d.slot not in roster.members]
+    dead = [f"slot {d.slot} died ({d.reason})" for d in gone if d.kind == "dead"]
+    return ", ".join(dead) or "the membership has changed"

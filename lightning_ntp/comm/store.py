@@ -1,0 +1,91 @@
+"""Clients of the job's store that do not wait for ever. A rank without its store ends: it can agree on nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+STORE_LOST_EXIT_CODE = 75
+"""Exit code of a rank whose store is gone (EX_TEMPFAIL: starting again may help)."""
+
+_CALL_SECONDS = 30.0
+"""A store call that takes longer counts as a store that is gone: a reply takes well under a millisecond."""
+
+_T = TypeVar("_T")
+
+
+class StoreLostError(RuntimeError):
+    """The store cannot be reached any more."""
+
+
+class StoreGuard:
+    """Makes clients and watches their calls by the wall clock: some of torch's calls know no time-out.
+
+    Args:
+        host, port: Of the TCPStore.
+        timeout: For reaching it.
+        who: How this process is called in messages.
+    """
+
+    def __init__(self, host: str, port: int, timeout: timedelta, who: str) -> None:
+        self._host, self._port, self._timeout, self._who = host, port, timeout, who
+        self._running: dict[int, float] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="ntp-store-guard", daemon=True)
+        self._thread.start()
+
+    def client(self) -> TCPStore:
+        """A new connection: a blocking call blocks all threads that share one.
+
+        Raises:
+            torch.distributed.DistNetworkError: If the store cannot be reached in time.
+        """
+        return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+
+    def call(self, function: Callable[..., _T], *args: Any) -> _T:
+        """A short call of a client; if it fails or takes long, the process ends."""
+        key = threading.get_ident()
+        self._running[key] = time.monotonic()
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            self.lost(str(error))
+        finally:
+            self._running.pop(key, None)
+
+    def lost(self, why: str) -> NoReturn:
+        """End the process: the store is gone. Unless it is ending anyway.
+
+        Raises:
+            StoreLostError: If :meth:`close` was called before.
+        """
+        if self._stop.is_set():
+            raise StoreLostError(why)
+        first_line = why.splitlines()[0][:200] if why else ""
+        print(
+            f"{self._who}: the job's store at {self._host}:{self._port} cannot be reached any more ({first_line});"
+            " its supervisor is gone or hangs. This rank ends, since it cannot agree with the others on anything.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(STORE_LOST_EXIT_CODE)
+
+    def close(self) -> None:
+        """From now on a lost store is no news."""
+        self._stop.set()
+
+    def join(self) -> None:
+        self._thread.join(5.0)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(1.0):
+            oldest = min(list(self._running.values()), default=None)
+            if oldest is not None and time.monotonic() - oldest > _CALL_SECONDS and not self._stop.is_set():
+                self.lost(f"no answer within {_CALL_SECONDS:g} s")

@@ -1,0 +1,187 @@
+"""What happened to a job, for people and for programs: one log line per change, one JSON object per event.
+
+The schema of ``events.jsonl`` is in ``docs/events.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_ntp.plan.policy import name_slots, show_degrees
+
+if TYPE_CHECKING:
+    from lightning_ntp.engine.recovery import Change
+
+FILE_NAME = "events.jsonl"
+PHASES = {
+    "detect": "detection",
+    "agree": "agreement",
+    "rebuild": "rebuild",
+    "reshard": "reshard",
+    "forward": "forward",
+    "replay": "replay",
+}
+"""Keys of ``Change.seconds`` -> events, in the order in which they happen."""
+
+
+class EventLog:
+    """Appends to a run's ``events.jsonl``.
+
+    All ranks may call it alike; only the one that ``writes`` at that moment does, so that a rank which becomes rank 0
+    goes on in the same file. No file stays open: events are rare, and a rank may die or be forked at any moment. A line
+    is appended by one system call (``O_APPEND``), so a killed rank leaves all of it or nothing.
+
+    Args:
+        path: The file; its directory is made when the first event is written.
+        slot: The slot of this rank.
+        writes: Whether this rank is the one that writes, asked at every event.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], slot: int, writes: Callable[[], bool]) -> None:
+        self.path = Path(path)
+        self._slot, self._writes = slot, writes
+
+    def write(self, event: str, *, step: int | None = None, monotonic: float | None = None, **details: Any) -> None:
+        """Append one event.
+
+        Args:
+            event: Its kind, see ``docs/events.md``.
+            step: Optimizer steps committed when it happened.
+            monotonic: ``time.monotonic()`` when it happened, if that was not now.
+            details: More fields. ``slot`` says whom it is about; it is this rank's by default.
+
+        Raises:
+            ValueError: If ``details`` repeat a field that every event has.
+        """
+        if not self._writes():
+            return
+        now = time.monotonic()
+        when = now if monotonic is None else monotonic
+        fixed = {
+            "time": datetime.fromtimestamp(time.time() - (now - when), timezone.utc).isoformat(timespec="microseconds"),
+            "monotonic": round(when, 6),
+            "event": event,
+            "slot": details.pop("slot", self._slot),
+            "step": step,
+        }
+        if taken := fixed.keys() & details.keys():
+            raise ValueError(f"event {event!r}: the fields {sorted(taken)} are set for every event")
+        line = json.dumps({**fixed, **_plain(details)}, allow_nan=False) + "\n"
+        self._append(line.encode())
+
+    def write_change(self, change: Change) -> None:
+        """Append the events of a membership change that is complete: deaths, phases and the change itself.
+
+        Phases are taken to have followed each other without a gap, the last one ending now; ``monotonic`` is their end.
+        """
+        ended = time.monotonic()
+        phases = [(name, change.seconds[key]) for key, name in PHASES.items() if key in change.seconds]
+        at = ended - sum(seconds for _, seconds in phases)
+        for slot in change.lost:
+            self.write("death", slot=slot, step=change.step, monotonic=at)
+        for name, seconds in phases:
+            at += seconds
+            details: dict[str, Any] = {"seconds": round(seconds, 6)}
+            if name == "reshard":
+                details |= {"bytes": change.moved_bytes, "sources": list(change.sources)}
+            self.write(name, step=change.step, monotonic=at, **details)
+        self.write(
+            "change",
+            step=change.step,
+            monotonic=ended,
+            lost=list(change.lost),
+            joined=_joined(change),
+            degrees_before=list(change.before.degrees),
+            degrees_after=list(change.after.degrees),
+            world_size=change.after.world_size,
+            bytes=change.moved_bytes,
+            sources=list(change.sources),
+            seconds={key: round(seconds, 6) for key, seconds in change.seconds.items()},
+        )
+
+    def _append(self, line: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                line = b"\n" + line  # the disk was full, or the file was copied while it was written
+            while line:
+                line = line[os.write(file, line) :]
+        finally:
+            os.close(file)
+
+
+def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The events of a file in order; lines that were cut off are left out."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def describe(change: Change) -> str:
+    """A change in one line: what died, the new degrees, what moved from where, how long each phase took."""
+    parts = []
+    if change.lost:
+        parts.append(f"{name_slots(change.lost)} lost")
+    if joined := _joined(change):
+        parts.append(f"{name_slots(joined)} joined")
+    head = " and ".join(parts) or "all members live, new groups"
+    degrees = f"degrees {show_degrees(change.before)} -> {show_degrees(change.after)}"
+    if change.before.degrees == change.after.degrees:
+        degrees = f"degrees {show_degrees(change.after)} as before"
+    moved = "nothing moved"
+    if change.moved_bytes:
+        moved = f"{_size(change.moved_bytes)} moved from {name_slots(change.sources)}"
+    lines = [f"{head}: {degrees}, {change.after.world_size} ranks", moved]
+    if change.seconds:
+        total = sum(change.seconds.values())
+        phases = ", ".join(f"{key} {_milliseconds(seconds)}" for key, seconds in change.seconds.items())
+        lines.append(f"{_milliseconds(total)} ({phases})" if len(change.seconds) > 1 else phases)
+    first = change.after.slots[0]
+    if first != change.before.slots[0]:
+        lines.append(f"slot {first} is rank 0 now")
+    # `step` counts committed steps, so the one that goes on has that number counted from 0
+    lines.append(f"step {change.step} goes on")
+    return "; ".join(lines)
+
+
+def _joined(change: Change) -> list[int]:
+    return sorted(set(change.after.slots) - set(change.before.slots))
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold: numbers that are not finite become null, other objects their text."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return str(value)

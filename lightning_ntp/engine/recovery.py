@@ -1,0 +1,196 @@
+"""What survivors do when the membership changes: agree, rebuild, reshard, and say how their step goes on.
+
+A step ends in a vote. Nobody can pass it unless everybody has entered it with complete gradients, and updates
+are local and never interrupted. Therefore survivors disagree by at most one step, and only in one way: some have
+committed step k and the others stand in its vote, ready. Those go *forward*: they apply their own update. In every
+other case the step is *replayed*. Shards move afterwards, so nobody is ever half-stepped.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_ntp.comm import Interrupted, JobLost, Recovery, Resharding, Runtime, ShardedState
+from lightning_ntp.parallel import ShardedModel
+from lightning_ntp.plan import Topology, TopologyError
+
+
+class Outcome(enum.Enum):
+    """How an interrupted step goes on."""
+
+    REPLAY = "replay"
+    FORWARD = "forward"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A membership change that is complete: for logs, events and hooks.
+
+    Args:
+        before, after: The topologies.
+        lost: The slots that are gone.
+        step: The optimizer steps that were committed when it happened.
+        moved_bytes: Bytes of parameters and states that went over the wire, over all ranks.
+        sources: The slots that sent them.
+        seconds: How long each phase took on this rank: agree, rebuild, reshard.
+    """
+
+    before: Topology
+    after: Topology
+    lost: tuple[int, ...]
+    step: int
+    moved_bytes: int
+    sources: tuple[int, ...]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RecoveryEngine:
+    """Keeps a cut model in step with the membership.
+
+    Args:
+        runtime: The rank's runtime.
+        model: The cut model.
+        states: Gives the per-parameter states that move with the parameters.
+        on_change: Called on every survivor when a change is complete, before the step goes on.
+
+    Attributes:
+        committed: Steps this rank has applied. Written by whoever runs the step.
+        ready: Whether this rank stands in the vote of step ``committed + 1`` with complete gradients. Written by
+            whoever runs the step.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: ShardedModel,
+        states: Callable[[], Iterable[ShardedState]],
+        on_change: Callable[[Change], None],
+    ) -> None:
+        self._runtime, self._model, self._states, self._on_change = runtime, model, states, on_change
+        self.committed = 0
+        self.ready = False
+        self._layout = runtime.generation.topology
+        self._rounds = 0
+        self._installed = 0
+        self._staged: tuple[int, Resharding] | None = None
+        self._pending: Recovery | None = None
+        self._lost: tuple[int, ...] = ()
+        self._records: Mapping[int, Mapping[str, Any]] = {}
+        self.describe: Callable[[], Mapping[str, Any]] = dict
+        """More of what the other survivors shall know of this rank; must survive JSON."""
+
+    def operation_result(self, number: int) -> str | None:
+        """The result of operation ``number`` (:class:`~lightning_ntp.engine.operations.Operations`), if a survivor of
+        the last change has completed it.
+        """
+        found = (str(r["result"]) for r in self._records.values() if int(r.get("operation", 0)) == number)
+        return next(found, None)
+
+    @property
+    def layout(self) -> Topology:
+        """The topology the shards are cut for."""
+        return self._layout
+
+    def agree(self, error: Interrupted) -> Outcome:
+        """Agree with the other survivors on the change that interrupted this rank. Shards stay where they are.
+
+        Returns:
+            REPLAY: unwind the step to its start, call :meth:`complete`, start it again. FORWARD: the step is committed
+            elsewhere; apply the update, count it in :attr:`committed`, call :meth:`complete`.
+
+        Raises:
+            JobLost: If the job cannot go on, on all survivors.
+        """
+        self._pending = recovery = self._recover()
+        behind = self.committed < max(int(r["committed"]) for r in recovery.records.values())
+        if behind and not self.ready:
+            raise JobLost(
+                f"slot {self._runtime.slot} is at step {self.committed} and others have committed more, but it had not"
+                " voted: this should be impossible, please report it"
+            )
+        return Outcome.FORWARD if behind else Outcome.REPLAY
+
+    def complete(self) -> None:
+        """Move the shards, when parameters and states hold the values after :attr:`committed` steps.
+
+        Raises:
+            JobLost: If a unit has no holder left or a rank lacks the memory, on all survivors.
+        """
+        recovery, self._pending = self._pending, None
+        while recovery is not None:
+            self._settle(recovery)
+            try:
+                self._reshard(recovery)
+                recovery = None
+            except Interrupted:
+                recovery = self._recover()
+
+    def _recover(self) -> Recovery:
+        recovery = self._runtime.recover(self._record())
+        self._records = recovery.records
+        self._lost += tuple(s for s in recovery.lost if s not in self._lost)
+        return recovery
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            **self.describe(),
+            "committed": self.committed,
+            "ready": self.ready,
+            "installed": self._installed,
+            "staged": self._staged[0] if self._staged is not None else 0,
+        }
+
+    def _settle(self, recovery: Recovery) -> None:
+        """A reshard whose vote was interrupted: if anybody has installed it, all had received everything."""
+        staged, self._staged = self._staged, None
+        if staged is not None and any(int(r["installed"]) >= staged[0] for r in recovery.records.values()):
+            self._install(*staged)
+
+    def _reshard(self, recovery: Recovery) -> None:
+        generation = self._runtime.generation
+        started = time.monotonic()
+        try:
+            resharding = Resharding(self._model, self._states(), self._layout, recovery.after)
+        except TopologyError as error:
+            raise JobLost(str(error)) from None
+        moved, sources, before = resharding.bytes_moved(), resharding.sources(), self._layout
+        self._check_memory(resharding)
+        resharding.receive(generation)
+        self._rounds = 1 + max(int(r["installed"]) for r in recovery.records.values())
+        self._staged = (self._rounds, resharding)
+        # passing this vote means that everybody has received everything
+        dist.all_reduce(torch.zeros(1, device=generation.device), group=generation.world)
+        self._staged = None
+        self._install(self._rounds, resharding)
+        self.ready = False
+        lost, self._lost = self._lost, ()
+        seconds = {**recovery.seconds, "reshard": time.monotonic() - started}
+        self._on_change(Change(before, recovery.after, lost, self.committed, moved, sources, seconds))
+
+    def _install(self, number: int, resharding: Resharding) -> None:
+        resharding.install(self._runtime.slot, self._runtime.generation.tensor_parallel)
+        self._installed, self._layout = number, resharding.after
+
+    def _check_memory(self, resharding: Resharding) -> None:
+        """Fail before allocating, with the numbers and on all ranks, rather than in the middle on one."""
+        generation = self._runtime.generation
+        device = generation.device
+        missing = torch.zeros(len(generation.topology.slots), dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            missing[generation.rank] = max(0, resharding.extra_bytes(generation.slot) - free)
+        dist.all_reduce(missing, group=generation.world)
+        for slot, lacking in zip(generation.topology.slots, missing.tolist(), strict=True):
+            if lacking:
+                raise JobLost(
+                    f"slot {slot} lacks {lacking / 2**20:.0f} MiB of device memory for its larger shard; restart from"
+                    " the newest checkpoint with a smaller batch or more devices"
+                )

@@ -1,0 +1,78 @@
+"""The supervisor's side of recovery: it tells the survivors of a death at once, and lets them go on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ntp.launch.exits import ExitWatch
+from lightning_ntp.launch.log import RECOVERABLE, Log
+from lightning_ntp.launch.obituary import announce_death
+
+LOOK_SECONDS = 0.006
+"""Between looks at the processes, once the ranks recover from deaths."""
+
+
+class Deaths:
+    """Announces deaths in a job whose ranks have said that they recover from them.
+
+    Args:
+        store: The job's store.
+        uids: Slot -> unique id of its process.
+        has_raised: Whether the rank in a slot has reported an exception: that ends the job as ever.
+    """
+
+    def __init__(self, store: Any, uids: dict[int, str], has_raised: Callable[[int], bool]) -> None:
+        self._store, self._uids, self._has_raised = store, uids, has_raised
+        self._log = Log(store)
+        self._watch = ExitWatch()
+        self._pids: dict[int, int] = {}
+        self._living: set[int] = set()
+        self._told = False
+        self.slots: set[int] = set()
+        """Slots whose death was announced."""
+
+    @property
+    def expected(self) -> bool:
+        """Whether the ranks have said that they recover from deaths. Asks the store until they have."""
+        if not self._told and self._store is not None:
+            self._told = bool(self._store.check([RECOVERABLE]))
+        return self._told
+
+    def started(self, slot: int, pid: int) -> None:
+        self._pids[slot] = pid
+        self._living.add(slot)
+        self._watch.add(slot, pid)
+
+    def look(self) -> None:
+        """Announce who has begun to exit without a farewell."""
+        for slot, how in self._watch.exiting().items():
+            if slot in self._living:
+                self._gone(slot, how or "killed")
+
+    def ended(self, slot: int, how: str) -> None:
+        """The parent has reaped a rank."""
+        if slot in self._living and self.expected:
+            self._gone(slot, how)
+        self._living.discard(slot)
+        self._watch.remove(slot)
+
+    def close(self) -> None:
+        self._watch.close()
+
+    def _gone(self, slot: int, how: str) -> None:
+        self._living.discard(slot)
+        self._watch.remove(slot)
+        if self._has_raised(slot) or not announce_death(self._store, self._uids[slot], slot, how, self._log):
+            return
+        self.slots.add(slot)
+        left = len(self._living)
+        if left:
+            print(
+                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {how};"
+                f" {left} rank{'s go' if left > 1 else ' goes'} on",
+                file=sys.stderr,
+                flush=True,
+            )

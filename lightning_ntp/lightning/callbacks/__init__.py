@@ -1,0 +1,1 @@
+"""Callbacks that belong to the strategy; users find them in :mod:`lightning_ntp.callbacks`."""

@@ -1,0 +1,103 @@
+"""The strategy's collectives as Lightning calls them: one voice per replica, repeated if interrupted between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_ntp.comm import Generation
+from lightning_ntp.engine import Operations
+from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
+
+if TYPE_CHECKING:
+    from lightning_ntp.lightning.transaction import Transaction
+
+T = TypeVar("T")
+
+
+class ReplicaCollectives:
+    """Barrier, broadcast, reduce and gather over the live members.
+
+    Args:
+        generation: Gives the current generation.
+        operations: Repeats what is interrupted between steps.
+        transaction: Gives the transaction of the running fit, if any: inside a step, it recovers.
+    """
+
+    def __init__(
+        self,
+        generation: Callable[[], Generation],
+        operations: Operations,
+        transaction: Callable[[], Transaction | None],
+    ) -> None:
+        self._generation, self._operations, self._transaction = generation, operations, transaction
+
+    def barrier(self) -> None:
+        def wait() -> None:
+            generation = self._generation()
+            devices = [generation.device.index] if generation.device.type == "cuda" else None
+            dist.barrier(group=generation.world, device_ids=devices)
+
+        self._run("barrier", wait)
+
+    def broadcast(self, obj: T, src: int) -> T:
+        def send() -> T:
+            generation = self._generation()
+            boxed = [obj]
+            dist.broadcast_object_list(boxed, src, group=generation.world, device=generation.device)
+            return boxed[0]
+
+        return self._run("broadcast", send)
+
+    def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
+        """See :meth:`NTPStrategy.reduce`."""
+        name = str(reduce_op if reduce_op is not None else "sum").rpartition(".")[2].lower()
+        operation = {"mean": "SUM", "avg": "SUM"}.get(name, name.upper())
+        if not hasattr(dist.ReduceOp, operation):
+            raise ValueError(f"reduce_op={reduce_op!r} is none of mean, sum, max, min, product")
+
+        def reduced() -> Tensor:
+            generation = self._generation()
+            value = tensor.detach().clone().to(generation.device)
+            if not generation.is_first_of_replica and operation in ("SUM", "PRODUCT"):
+                value.fill_(operation == "PRODUCT")
+            dist.all_reduce(value, op=getattr(dist.ReduceOp, operation), group=generation.world)
+            if name in ("mean", "avg"):
+                # whole numbers have a mean too: Lightning divides by the mean number of samples of a batch
+                value = value / len(generation.topology.live_replicas)
+            return value
+
+        return self._run("reduce", reduced)
+
+    def decide(self, decision: bool, all_: bool) -> bool:
+        def decided() -> bool:
+            generation = self._generation()
+            vote = torch.tensor(int(decision), device=generation.device)
+            operation = dist.ReduceOp.MIN if all_ else dist.ReduceOp.MAX
+            dist.all_reduce(vote, op=operation, group=generation.world)
+            return bool(vote)
+
+        return self._run("reduce_boolean_decision", decided)
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        if sync_grads and tensor.requires_grad:
+            self._check("all_gather")
+            return gather_with_gradient(tensor, self._generation())
+        own = tensor.detach()
+        return self._run("all_gather", lambda: torch.stack(gather_from_replicas(own, self._generation())))
+
+    def _check(self, what: str) -> Transaction | None:
+        transaction = self._transaction()
+        if transaction is not None:
+            transaction.check_may_communicate(what)
+        return transaction
+
+    def _run(self, what: str, operation: Callable[[], T]) -> T:
+        transaction = self._check(what)
+        if transaction is not None and transaction.open:
+            return operation()
+        return self._operations.run(operation)

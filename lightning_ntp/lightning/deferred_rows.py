@@ -1,0 +1,61 @@
+"""Rows that a step writes to loggers by itself wait for its commit: a file cannot be rolled back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+
+class DeferredRows:
+    """Holds back ``logger.log_metrics`` while a step is open.
+
+    What a user writes past it (``logger.experiment.add_image``) is written again by a replay.
+
+    Args:
+        is_open: Whether a step is under way.
+    """
+
+    def __init__(self, is_open: Callable[[], bool]) -> None:
+        self._is_open = is_open
+        self._rows: list[Callable[[], Any]] = []
+        self._loggers: list[Logger] = []
+
+    def install(self, loggers: Iterable[Logger]) -> None:
+        """Stand before these loggers."""
+        for logger in loggers:
+            self._loggers.append(logger)
+            logger.log_metrics = partial(self._log, logger.log_metrics)  # type: ignore[method-assign]
+
+    def uninstall(self) -> None:
+        """Write what is left, and go away."""
+        self.write()
+        for logger in self._loggers:
+            logger.__dict__.pop("log_metrics", None)
+        self._loggers = []
+
+    def remember(self) -> Callable[[], None]:
+        """Remember what waits; the result drops what came after."""
+        saved = list(self._rows)
+
+        def restore() -> None:
+            self._rows = list(saved)
+
+        return restore
+
+    def write(self) -> None:
+        """The step is committed."""
+        rows, self._rows = self._rows, []
+        for row in rows:
+            row()
+
+    def _log(self, log_metrics: Callable[..., Any], metrics: Any = None, *args: Any, **kwargs: Any) -> None:
+        if self._is_open():
+            # values of now: the step may go on to change its tensors
+            metrics = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in (metrics or {}).items()}
+            self._rows.append(partial(log_metrics, metrics, *args, **kwargs))
+        else:
+            log_metrics(metrics, *args, **kwargs)

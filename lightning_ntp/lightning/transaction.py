@@ -1,0 +1,410 @@
+"""One optimizer step as all or nothing: vote, replay and roll-forward (DESIGN section 7).
+
+A collective that a membership change interrupts raises ``Interrupted``. Here it is caught, outside of the user's own
+code as far as that is possible; the survivors recover; and the step runs again from its snapshot, as if nothing had
+happened. Between the vote and the end of the update nothing communicates, so nobody is ever half-stepped.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch.optim import Optimizer
+
+from lightning_ntp.comm.interruption import Interrupted
+from lightning_ntp.engine.recovery import Outcome
+from lightning_ntp.lightning import private
+from lightning_ntp.lightning.deferred_rows import DeferredRows
+from lightning_ntp.lightning.manual_state import ManualState
+from lightning_ntp.lightning.snapshot import Restore, SnapshotRecorder
+from lightning_ntp.lightning.window import Entry, ReplayClosure, Window
+
+T = TypeVar("T")
+
+
+class Recovery(Protocol):
+    """How the survivors find together again, and what they need to know of this rank for it."""
+
+    committed: int
+    """Steps that this rank has finished; counted by the transaction."""
+    ready: bool
+    """In the vote on the next one, with complete gradients; set by the transaction."""
+
+    def agree(self, error: Interrupted) -> Outcome:
+        """Agree on the members and on what becomes of this rank's open step.
+
+        Called with the step's stack possibly still there (in the vote), so no layout may change here. Deaths during
+        agreement are its own business: it does not raise ``Interrupted``.
+        """
+
+    def complete(self) -> None:
+        """Rebuild the groups and reshard. Called without a graph or activations of the step.
+
+        Parameters, buffers and optimizer state hold the values after ``committed`` steps. Gradients are None, but for
+        those which a user accumulates across steps. Does not raise ``Interrupted`` either.
+        """
+
+
+class Transaction:
+    """Makes every optimizer step of a fit a transaction; in manual optimization, every training step.
+
+    State of a module or callback that nobody else can know of is put back by its own two methods, if it has them:
+    ``ntp_snapshot() -> Any``, called at the beginning of every micro-batch, and ``ntp_restore(state)``.
+
+    Args:
+        trainer: The trainer, its module and optimizers set up.
+        recovery: How survivors find together again.
+        vote: The last collective of a step.
+        remember: Remembers the caller's own state that a step changes; returns the function that puts it back.
+        device: Whose random state counts, besides the CPU's.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recovery: Recovery,
+        vote: Callable[[], None],
+        remember: Callable[[], Restore] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._trainer, self._recovery, self._vote = trainer, recovery, vote
+        self._window: Window | None = None
+        self._rows = DeferredRows(lambda: self.open)
+        others = [self._rows.remember] if remember is None else [self._rows.remember, remember]
+        self._recorder = SnapshotRecorder(trainer, device or torch.device("cpu"), others)
+        self._swallowed: Interrupted | None = None
+        self._forward = False
+        self._undo: list[Callable[[], None]] = []
+        self.in_update = False
+        """Between the vote and the end of the update: no collective may start."""
+        self.replays = 0
+        """How often a step was begun again."""
+
+    @property
+    def open(self) -> bool:
+        """Whether a step is under way: an interruption now is recovered from by replay."""
+        return self._window is not None
+
+    def install(self) -> None:
+        """Take over the steps of a fit."""
+        trainer = self._trainer
+        self._rows.install(trainer.loggers)
+        self._undo.append(private.patch_after_closure(trainer.precision_plugin, self._at_vote))
+        if trainer.lightning_module.automatic_optimization:
+            wrap = partial(ReplayClosure, run=self._run_closure, before_backward=self.before_backward)
+            self._undo.append(private.patch_automatic_optimization(trainer, wrap, self._run_batch))
+        else:
+            for optimizer in trainer.optimizers:
+                # not in `optimizer_step`: users may call the optimizer itself
+                hook = optimizer.register_step_pre_hook(self._before_manual_update)
+                self._undo.append(hook.remove)
+
+    def uninstall(self) -> None:
+        """Give the steps back to Lightning."""
+        while self._undo:
+            self._undo.pop()()
+        self._window = self._swallowed = None
+        self._rows.uninstall()
+        self._forward = self._recovery.ready = self.in_update = False
+
+    def check_may_communicate(self, what: str) -> None:
+        """Called by whoever starts a collective.
+
+        Raises:
+            RuntimeError: Between the vote and the end of the update.
+        """
+        if self.in_update:
+            raise RuntimeError(
+                f"{what} was called between the vote on a step and the end of its update, where ranks may no longer"
+                " wait for each other (one that dies there would leave some updated and others not). Communicate in"
+                " on_before_optimizer_step or earlier, or after the optimizer's step; optimizers that communicate"
+                " inside of step() are not supported"
+            )
+
+    # ---- entry points -----------------------------------------------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Called before every backward, and before anything sets gradients aside."""
+        if self._window is not None:
+            self._window.keep_gradients(self._recorder.parameters)
+
+    def optimizer_step(self, run: Callable[[], T]) -> T:
+        """Run ``Strategy.optimizer_step``.
+
+        Args:
+            run: The step itself, which may be called several times.
+        """
+        window = self._window
+        if window is None:
+            return run()
+        if window.manual is not None:
+            return self._manual_optimizer_step(run)
+        before = window.position
+
+        def once() -> T:
+            with self._update_ends():
+                return run()
+
+        def may_replay(failure: _Failure) -> None:
+            if window.position == before:
+                raise _Unwind(failure)  # the closure was called elsewhere: the caller must begin again
+
+        result = self._until_done(window, once, before, may_replay)
+        if self._recovery.ready:
+            self._commit()
+        return result
+
+    def training_step(self, run: Callable[[], T]) -> T:
+        """Run ``Strategy.training_step``: with manual optimization that is the whole transaction."""
+        if self._trainer.lightning_module.automatic_optimization:
+            return run()
+        snapshot = self._recorder.take()  # first: it knows the parameters
+        window = self._window = Window([Entry(None, snapshot)], manual=self._manual_state())
+
+        def once() -> T:
+            self._swallowed = None
+            output = run()
+            if self._swallowed is not None:
+                raise self._swallowed  # the user's own `except` has caught it
+            # always, and at the very end: users may communicate after their last update, or not update at all
+            self._cast()
+            return output
+
+        output = self._until_done(window, once, 0)
+        if self._forward:
+            output = recursive_detach(output)
+        self._commit()
+        return output
+
+    # ---- automatic optimization -------------------------------------------------------------------------------
+
+    def _run_batch(self, optimize: Callable[[int, Closure], None], batch_idx: int, closure: ReplayClosure) -> None:
+        """Around everything that happens in the last micro-batch of a window."""
+        window = self._window_of(closure)
+        before = window.position
+        restore = private.remember_batch(self._trainer)
+        replaying = False
+
+        def once() -> None:
+            nonlocal replaying
+            if replaying:
+                restore()
+            replaying = True
+            optimize(batch_idx, closure)
+            if self._window is window:
+                # the module's `optimizer_step` has not stepped: still the others must know that we got here
+                self._cast()
+
+        def may_replay(failure: _Failure) -> None:
+            if self._window is not window:
+                raise failure.error  # after the commit
+
+        self._until_done(window, once, before, may_replay)
+        if self._window is window:
+            self._commit()
+
+    def _run_closure(self, closure: ReplayClosure) -> ClosureResult:
+        if self.in_update:
+            names = ", ".join(sorted({type(o).__name__ for o in self._trainer.optimizers}))
+            raise RuntimeError(
+                f"the optimizer ({names}) called its closure again during the update: only optimizers that need one"
+                " forward and backward per step can be trained here"
+            )
+        window = self._window_of(closure)
+        position = window.position
+        if position == len(window.entries):
+            window.entries.append(Entry(closure, self._recorder.take()))
+            replaying = False
+        else:
+            replaying = True
+
+        def once() -> ClosureResult:
+            nonlocal replaying
+            if replaying:
+                window.restore(position)
+            replaying = True
+            return closure.rerun()
+
+        result = self._until_done(window, once, position)
+        window.position = position + 1
+        return result
+
+    def _window_of(self, closure: ReplayClosure) -> Window:
+        window = self._window
+        if window is None or (closure.opens_window and closure not in window.closures):
+            window = self._window = Window()
+        if closure not in window.closures:
+            window.closures.append(closure)
+        return window
+
+    def _at_vote(self) -> None:
+        """Hooks, unscaling and clipping are done."""
+        if self._window is not None and self._window.manual is None:
+            self._cast()
+            self.in_update = True
+
+    @contextmanager
+    def _update_ends(self) -> Iterator[None]:
+        try:
+            yield
+        except Interrupted as error:
+            if self.in_update:
+                raise RuntimeError(
+                    "a collective was interrupted between the vote on a step and the end of its update: parameters may"
+                    " be half updated. An optimizer that communicates inside of step() is not supported"
+                ) from error
+            raise
+        finally:
+            self.in_update = False
+
+    # ---- manual optimization ----------------------------------------------------------------------------------
+
+    def _manual_state(self) -> ManualState:
+        trainer = self._trainer
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        return ManualState(trainer.lightning_module, self._recorder.parameters, trainer.optimizers, schedulers)
+
+    def _before_manual_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._window is not None and self._window.manual is not None:
+            self._window.manual.before_update(optimizer)
+
+    def _manual_optimizer_step(self, run: Callable[[], T]) -> T:
+        try:
+            return run()
+        except Interrupted as error:
+            self._swallowed = error
+            # 2.6.6 starts the action in `_on_before_step` and stops it in `_on_after_step`, which is not called now
+            private.stop_profiling(self._trainer, "optimizer_step")
+            raise
+
+    # ---- vote, replay, commit ---------------------------------------------------------------------------------
+
+    def _cast(self) -> None:
+        """The vote. Returns when the step is to be finished.
+
+        Raises:
+            _Unwind: If it is to be replayed.
+        """
+        self._recovery.ready = True
+        _, failure = _attempt(self._vote)
+        if failure is None:
+            return
+        # no unwinding before it is known what became of the step: the gradients may be needed
+        if self._recovery.agree(failure.error) is Outcome.FORWARD:
+            self._forward = True
+            return
+        self._recovery.ready = False
+        failure.agreed = True
+        raise _Unwind(failure)
+
+    def _until_done(
+        self,
+        window: Window,
+        run: Callable[[], T],
+        keep: int,
+        may_replay: Callable[[_Failure], None] = lambda failure: None,
+    ) -> T:
+        """Run until it was not interrupted.
+
+        Args:
+            window: The open window.
+            run: What to run.
+            keep: So many micro-batches of the window were done before; they run again first.
+            may_replay: Raises if a failure is not to be recovered from here.
+        """
+        result, failure = _attempt(run)
+        while failure is not None:
+            may_replay(failure)
+            # outside of any `except`: there an exception's frames would keep the activations alive
+            _, again = _attempt(partial(self._roll_back, window, failure, keep))
+            if again is None:
+                result, again = _attempt(run)
+            failure = again
+        assert result is not None or failure is None
+        return result  # type: ignore[return-value]
+
+    def _roll_back(self, window: Window, failure: _Failure, keep: int) -> None:
+        """Recover, and go back to the state before the micro-batch number ``keep``."""
+        self.replays += 1
+        self._recovery.ready = False
+        recorder = self._recorder
+        if not failure.agreed:
+            outcome = self._recovery.agree(failure.error)
+            if outcome is not Outcome.REPLAY:
+                raise RuntimeError(f"the outcome {outcome} was agreed for a step that this rank did not vote on")
+        manual = window.manual is not None
+        window.drop_gradients(recorder.parameters, set() if manual else self._optimized())
+        window.restore_start()
+        window.position = 0
+        self._recovery.complete()
+        for position in range(keep):
+            entry = window.entries[position]
+            assert entry.closure is not None
+            window.restore(position)
+            entry.closure.rerun()
+            window.position = position + 1
+        if manual:
+            window.restore(0)
+            window.manual = self._manual_state()
+
+    def _optimized(self) -> set[Any]:
+        return {p for o in self._trainer.optimizers for group in o.param_groups for p in group["params"]}
+
+    def _commit(self) -> None:
+        window, forward = self._window, self._forward
+        assert window is not None
+        self._recovery.committed += 1
+        self._recovery.ready = self._forward = False
+        self._window = None
+        self._recorder.committed()
+        self._rows.write()
+        if forward:
+            for closure in window.closures:
+                closure.let_go_of_graph()
+            del window
+            self._recovery.complete()
+
+
+class _Failure:
+    """An interruption, its frames cleared; ``agreed`` once the survivors know that the step is replayed."""
+
+    def __init__(self, error: Interrupted) -> None:
+        self.error, self.agreed = error, False
+
+
+class _Unwind(BaseException):
+    """Takes a failure out of code that is not ours: no ``except Exception`` there may hold it."""
+
+    def __init__(self, failure: _Failure) -> None:
+        super().__init__(str(failure.error))
+        self.failure = failure
+
+
+def _attempt(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
+    try:
+        return run(), None
+    except Interrupted as error:
+        failure = _Failure(error)
+        _release(error)
+    except _Unwind as error:
+        failure = error.failure
+        _release(error)
+    return None, failure
+
+
+def _release(error: BaseException | None) -> None:
+    """Let go of everything that the frames of an exception hold."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,174 @@
+"""Who belongs to a job: a pure function of its membership log.
+
+The log is a gap-free list of entries. Every rank folds the same prefix to the same :class:`Roster`, so nothing about
+membership is ever negotiated: an entry is in the log or it is not.
+
+A *round* collects one join record from every member. It is named after the position of the last entry that changed who
+must join (:attr:`Roster.change`), and it is over when a ``commit`` entry for it is in the log. A change in between
+starts another round, and a commit for the old one then counts for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from lightning_ntp.plan.topology import Topology
+
+Kind = Literal["dead", "left", "standby", "admit", "retry", "commit"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the membership log."""
+
+    kind: Kind
+    slot: int = -1
+    """``dead``, ``left``, ``standby``, ``admit``: whose."""
+    uid: str = ""
+    """Of the process in that slot; a ``dead`` entry for an earlier incarnation changes nothing."""
+    reason: str = ""
+    """For people: "SIGKILL", "finished", the error behind a retry."""
+    round: int = 0
+    """``commit``: the round that everybody has joined. ``retry``: the commit of the generation that failed."""
+    at: float = 0.0
+    """``time.monotonic()`` of the writer, in seconds: comparable on one machine."""
+    nonce: str = ""
+    """Makes equal entries of two writers different, so that a writer knows its own."""
+
+    def encode(self) -> str:
+        """The entry as one line of JSON."""
+        return json.dumps({k: v for k, v in asdict(self).items() if v != _DEFAULTS[k]}, sort_keys=True)
+
+    @staticmethod
+    def decode(text: str | bytes) -> Entry:
+        """The inverse of :meth:`encode`."""
+        return Entry(**json.loads(text))
+
+
+_DEFAULTS = asdict(Entry("dead"))
+_DEFAULTS["kind"] = ""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a member went."""
+
+    slot: int
+    uid: str
+    kind: Kind
+    """``dead`` or ``left``."""
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of a job after some prefix of its log."""
+
+    start: Topology
+    """The topology at launch: it says which replica a slot belongs to."""
+    topology: Topology
+    """Of the newest commit: the slots of the current generation, dead ones included."""
+    members: Mapping[int, str]
+    """Live slots and the uids of their processes; the uid is empty for the process that was there at launch."""
+    standby: Mapping[int, str] = field(default_factory=dict)
+    """Slots whose new process waits to be admitted."""
+    position: int = 0
+    """Number of entries seen."""
+    change: int = 0
+    """Position of the newest entry that changed who must join a round: the name of the round."""
+    broken: int = -1
+    """Position of the newest entry that ends the current generation's collectives."""
+    commit: int = -1
+    """Position of the newest valid commit, which names the generation; -1 before the first."""
+    departures: tuple[Departure, ...] = ()
+    """All members that went, in order."""
+    retries: tuple[Entry, ...] = ()
+    """Retries since a member last went: generations that failed although everybody lived."""
+
+    @staticmethod
+    def launch(topology: Topology) -> Roster:
+        """The roster before the first entry: all slots are members, and round 0 is open."""
+        return Roster(topology, topology, dict.fromkeys(topology.slots, ""))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the current generation is what the log asks for."""
+        return self.commit > self.change
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether collectives of the current generation must end."""
+        return self.broken > self.commit
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Live slots, ascending."""
+        return tuple(sorted(self.members))
+
+    def departed_since(self, count: int) -> tuple[Departure, ...]:
+        """The departures after the first ``count``."""
+        return self.departures[count:]
+
+    def apply(self, entry: Entry) -> Roster:
+        """The roster after one more entry. Entries that make no sense here change nothing but the position."""
+        here = self.position + 1
+        seen = replace(self, position=here)
+        if entry.kind in ("dead", "left"):
+            return self._without(entry, seen)
+        if entry.kind == "standby":
+            if entry.slot in self.members or entry.slot not in self.start.slots:
+                return seen
+            return replace(seen, standby={**self.standby, entry.slot: entry.uid})
+        if entry.kind == "admit":
+            if self.standby.get(entry.slot) != entry.uid:
+                return seen
+            waiting = {slot: uid for slot, uid in self.standby.items() if slot != entry.slot}
+            return replace(seen, standby=waiting, members={**self.members, entry.slot: entry.uid}, change=here)
+        if entry.kind == "retry":
+            # Every survivor may ask; the first one is enough.
+            if entry.round != self.commit or self.commit < 0 or self.interrupted:
+                return seen
+            return replace(seen, change=here, broken=here, retries=(*self.retries, entry))
+        if entry.kind == "commit":
+            if entry.round != self.change or self.settled or not self.members:
+                return seen
+            return replace(seen, commit=here, topology=self._next_topology())
+        return seen
+
+    def _without(self, entry: Entry, seen: Roster) -> Roster:
+        if self.standby.get(entry.slot) == entry.uid and entry.slot in self.standby:
+            return replace(seen, standby={s: u for s, u in self.standby.items() if s != entry.slot})
+        if entry.slot not in self.members or self.members[entry.slot] not in ("", entry.uid):
+            return seen
+        return replace(
+            seen,
+            members={slot: uid for slot, uid in self.members.items() if slot != entry.slot},
+            change=seen.position,
+            # who leaves in good order has finished its collectives; nobody needs to be woken
+            broken=seen.position if entry.kind == "dead" else self.broken,
+            departures=(*self.departures, Departure(entry.slot, entry.uid, entry.kind, entry.reason, entry.at)),
+            retries=(),
+        )
+
+    def _next_topology(self) -> Topology:
+        topology = self.topology
+        gone = [slot for slot in topology.slots if slot not in self.members]
+        if gone:
+            topology, _ = topology.lose(gone)
+        for slot in self.slots:
+            if slot not in topology.slots:
+                topology = topology.join(self.start.place(slot)[0], slot)
+        return topology
+
+
+def fold(start: Topology, entries: Iterable[Entry]) -> Roster:
+    """The roster after ``entries``."""
+    roster = Roster.launch(start)
+    for entry in entries:
+        roster = roster.apply(entry)
+    return roster

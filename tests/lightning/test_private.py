@@ -1,0 +1,255 @@
+"""Every private part of Lightning and torch that the package touches is still there, and still called where we say.
+
+When one of these fails after an upgrade, look at `lightning_ntp/lightning/private.py` and where it is used.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities import seed
+from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities import rank_zero
+from lightning_utilities.core.rank_zero import rank_zero_only
+
+import lightning_ntp
+from lightning_ntp.lightning import private
+
+PACKAGE = Path(lightning_ntp.__file__).parent
+
+
+def source(of: Callable[..., Any]) -> str:
+    """The code of a function without its whitespace."""
+    return "".join(inspect.getsource(of).split())
+
+
+def parameters(of: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(of).parameters)
+
+
+def test_random_states_are_collected_and_set_as_dicts() -> None:
+    assert parameters(seed._collect_rng_states) == ["include_cuda"]
+    states = seed._collect_rng_states(include_cuda=False)
+    assert states.keys() == {"torch", "python", "numpy"}
+    torch.rand(1)
+    seed._set_rng_states(states)
+    assert torch.equal(torch.get_rng_state(), states["torch"])
+
+
+def test_worker_seeds_depend_on_the_rank_given() -> None:
+    assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
+    connector = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    code = source(connector._process_dataloader)
+    # ours, set in process_dataloader, comes first; Lightning then leaves a worker_init_fn alone
+    assert code.index("strategy.process_dataloader(") < code.index("_auto_add_worker_init_fn(")
+    assert "anddataloader.worker_init_fnisNone:" in source(connector._auto_add_worker_init_fn)
+
+
+def test_rank_zero_only_is_one_function_for_everybody() -> None:
+    assert rank_zero.rank_zero_only is rank_zero_only
+    before = getattr(rank_zero_only, "rank", None)
+    private.set_rank_zero(3)
+    try:
+        assert rank_zero.rank_zero_only.rank == 3
+        assert rank_zero_only(lambda: "ran")() is None
+    finally:
+        rank_zero_only.rank = before  # type: ignore[attr-defined]
+
+
+def test_the_epoch_loop_asks_for_sigterm_before_every_batch() -> None:
+    assert parameters(_TrainingEpochLoop._broadcast_sigterm_tensor) == ["self"]
+    code = source(_TrainingEpochLoop.advance)
+    assert code.index("self._broadcast_sigterm_tensor()") < code.index("next(data_fetcher)")
+    assert code.count("_broadcast_sigterm_tensor") == 1
+
+
+def test_the_signal_connector_handles_sigterm_by_a_method_of_its_own() -> None:
+    assert parameters(_SignalConnector._sigterm_notifier_fn) == ["self", "signum", "_"]
+    assert "sigterm_handlers:list[_HANDLER]=[self._sigterm_notifier_fn]" in source(
+        _SignalConnector.register_signal_handlers
+    )
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert trainer.received_sigterm is False
+    private.mark_sigterm_received(trainer)
+    assert trainer.received_sigterm is True
+
+
+def test_lightning_restores_signal_handlers_after_the_strategys_teardown() -> None:
+    code = source(pl.Trainer._teardown)
+    assert code.index("self.strategy.teardown()") < code.index("self._signal_connector.teardown()")
+    assert "self._original_handlers={}" in source(_SignalConnector.teardown), "so calling it twice does no harm"
+
+
+def test_clipping_by_norm_goes_through_the_plugins_method() -> None:
+    assert parameters(Precision.clip_grad_by_norm) == ["self", "optimizer", "clip_val"]
+    assert "self.clip_grad_by_norm(optimizer,clip_val)" in source(Precision.clip_gradients)
+    assert "super().clip_gradients(" in source(MixedPrecision.clip_gradients)
+    plugin, called = Precision(), []
+    private.patch_clipping(plugin, lambda optimizer, value: called.append(value))
+    plugin.clip_gradients(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0), 0.5)
+    assert called == [0.5]
+
+
+def test_the_grad_scaler_keeps_what_it_found_by_optimizer_and_device() -> None:
+    scaler, p = torch.amp.GradScaler("cpu", init_scale=4.0), torch.ones(2, requires_grad=True)
+    optimizer, agreed = torch.optim.SGD([p], lr=1.0), []
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+
+    def agree(found: torch.Tensor) -> None:
+        agreed.append(float(found))
+        found.fill_(1.0)  # another rank has overflowed
+
+    private.patch_found_inf(plugin, agree)
+    private.patch_found_inf(plugin, agree)
+    scaler.scale(p.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert agreed == [0.0], "asked once"
+    assert torch.equal(p.detach(), torch.ones(2)) and scaler.get_scale() == 2.0, "the step was skipped on that word"
+    for method in ("unscale_", "_check_inf_per_device"):
+        assert "found_inf_per_device" in source(getattr(torch.amp.GradScaler, method))
+    assert "self._check_inf_per_device(optimizer)" in source(torch.amp.GradScaler.step)
+
+
+def test_the_module_reads_its_mesh_from_an_attribute() -> None:
+    assert "returnself._device_mesh" in source(pl.LightningModule.device_mesh.fget)
+    assert pl.LightningModule()._device_mesh is None
+    assert pl.LightningModule()._trainer is None
+
+
+def test_the_trainer_sets_up_in_the_order_the_strategy_counts_on() -> None:
+    code = source(pl.Trainer._run)
+    order = [
+        "self.strategy.setup_environment()",
+        "self._data_connector.prepare_data()",
+        "_call_setup_hook(self)",
+        "_call_configure_model(self)",
+        "self._checkpoint_connector._restore_modules_and_callbacks(ckpt_path,weights_only)",
+        "self.strategy.setup(self)",
+        "self._signal_connector.register_signal_handlers()",
+    ]
+    assert [code.index(part) for part in order] == sorted(code.index(part) for part in order)
+
+
+def test_a_step_of_automatic_optimization_is_made_of_the_parts_that_are_taken_over() -> None:
+    code = source(_AutomaticOptimization.run)
+    assert "closure=self._make_closure(" in code and "self._optimizer_step(batch_idx,closure)" in code
+    assert parameters(_AutomaticOptimization._optimizer_step) == [
+        "self",
+        "batch_idx",
+        "train_step_and_backward_closure",
+    ]
+    closure = Closure(lambda: None, lambda: None, lambda: None)  # type: ignore[arg-type, return-value]
+    assert all(callable(getattr(closure, name)) for name in ("_step_fn", "_backward_fn", "_zero_grad_fn"))
+    assert parameters(Precision._after_closure) == ["self", "model", "optimizer"]
+    assert "self._after_closure(model,optimizer)" in source(Precision._wrap_closure)
+    assert "self._after_closure(model,optimizer)" in source(MixedPrecision.optimizer_step)
+
+
+def test_the_places_where_a_step_leaves_traces_are_where_we_look() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    connector = trainer._logger_connector
+    for name in ("_current_fx", "_first_loop_iter", "_progress_bar_metrics", "_logged_metrics", "_callback_metrics"):
+        assert name in connector.__dict__, name
+    assert "_results" in dir(trainer)
+    module = pl.LightningModule()
+    assert module._param_requires_grad_state == {} and module._current_fx_name is None
+    for name in ("batch", "batch_size", "dataloader_idx"):
+        assert name in _ResultCollection(True).__dict__, name
+    scaler = torch.amp.GradScaler("cpu")
+    assert {"_scale", "_growth_tracker", "_per_optimizer_states"} <= scaler.__dict__.keys()
+
+
+def test_the_mean_of_an_epoch_divides_by_the_reduced_number_of_samples() -> None:
+    """The strategy's `reduce` gives the mean of whole numbers as a fraction and returns a new tensor."""
+    code = source(_ResultMetric.compute)
+    assert "value=self.meta.sync(self.value.clone())" in code
+    assert "cumulated_batch_size=self.meta.sync(self.cumulated_batch_size)" in code
+
+
+def test_the_strategy_overrides_what_exists_and_takes_the_same_arguments() -> None:
+    from lightning_ntp import NTPStrategy
+
+    # what replaces a method under the same name must be able to stand in for it
+    for name, method in inspect.getmembers(NTPStrategy, inspect.isfunction):
+        base = getattr(ParallelStrategy, name, None) or getattr(Strategy, name, None)
+        if base is None or name == "__init__" or method is base:
+            continue
+        taken = inspect.signature(method).parameters
+        if any(p.kind is p.VAR_POSITIONAL for p in taken.values()):
+            continue
+        missing = [p for p in parameters(base) if p not in taken and p not in ("args", "kwargs")]
+        assert not missing, f"NTPStrategy.{name} does not take {missing}"
+
+
+def _private_names(path: Path) -> set[str]:
+    """Private names that a file imports from, or asks of, Lightning and torch objects."""
+    tree = ast.parse(path.read_text())
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("lightning", "torch"):
+            found |= {alias.name for alias in node.names if alias.name.startswith("_")}
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                found.add(node.attr)
+    return found
+
+
+_CHECKED_ABOVE: dict[str, set[str]] = {
+    "private.py": {
+        "_collect_rng_states",
+        "_set_rng_states",
+        "_broadcast_sigterm_tensor",
+        "_signal_connector",
+        "_sigterm_notifier_fn",
+        "_check_inf_per_device",
+        "_per_optimizer_states",
+        "_ntp_agrees",  # our own mark on the scaler
+        "_after_closure",
+        "_backward_fn",
+        "_current_fx_name",
+        "_logger_connector",
+        "_make_closure",
+        "_optimizer_step",
+        "_param_requires_grad_state",
+        "_results",
+        "_step_fn",
+        "_zero_grad_fn",
+    },
+    "strategy.py": {
+        "_device_mesh",
+        "_trainer",
+        "_ntp_sharded",  # our own mark on the module
+    },
+    "averaging.py": set(),
+    "checkpoint.py": set(),
+    "data.py": set(),
+    "environment.py": set(),
+    "mesh.py": set(),
+    "metrics.py": set(),
+    "model_plan.py": set(),
+    "optimizers.py": set(),
+}
+"""What each file touches."""
+
+
+@pytest.mark.parametrize("name", sorted(_CHECKED_ABOVE))
+def test_private_parts_are_touched_only_where_a_test_here_looks(name: str) -> None:
+    """A new touch belongs into private.py, and a check of it in here."""
+    unchecked = _private_names(PACKAGE / "lightning" / name) - _CHECKED_ABOVE[name]
+    assert not unchecked, f"{name} touches {sorted(unchecked)}"
