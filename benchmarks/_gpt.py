@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ class Size:
     tokens: int = 128
     samples: int = 8
     """In the global batch."""
+
+    def wider(self, factor: int) -> Size:
+        """The same with larger matrices."""
+        return replace(self, dim=self.dim * factor, hidden=self.hidden * factor)
 
 
 class Tokens(Dataset[tuple[Tensor, Tensor]]):

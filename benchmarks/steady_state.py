@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,6 +30,7 @@ from _worlds import Setting
 QUICK = Size(dim=64, layers=2, hidden=176, vocab=256, tokens=32)
 STEPS = 3
 """Of a turn."""
+WATCHED_STEPS = 2
 COMPARISONS = [
     (Setting("ntp", (1, 1)), Setting("ddp", (1, 1)), True),
     (Setting("ntp", (2, 2)), Setting("dtensor", (2, 2)), False),
@@ -59,33 +61,51 @@ def show_times(size: Size, pairs: int) -> None:
 
 def show_accounts(size: Size, only: str | None) -> None:
     traffic: dict[Setting, list[Traffic]] = {}
-    memory: dict[Setting, list[Memory]] = {}
-    steps = 2
+    memory: dict[Setting, list[list[Memory]]] = {}
     for setting in WATCHED:
-        # clipping off for all, so that the numbers compare
-        with setting.start(size, clip=False, accounts=True) as world:
-            world.ready()
-            world.turn(2)
-            if only != "memory":
-                traffic[setting] = world.account("traffic", steps)
-            if only != "traffic":
-                memory[setting] = world.account("memory", steps)
+        found = _watch(setting, size, ["traffic", "memory"] if only is None else [only])
+        if only != "memory":
+            traffic[setting] = found[0]
+        if only != "traffic":
+            memory[setting] = [found[-1], *_watch(setting, size.wider(2), ["memory"])]
     if traffic:
-        print(f"\n{'MB sent per step':<20}{'mean of ranks':>14}{'minimum':>9}{'ratio':>7}", end="")
-        print(f"{'largest':>9}{'minimum':>9}{'gradients':>11}{'collectives':>13}")
+        show_traffic(size, traffic)
+    if memory:
+        show_memory(memory)
+
+
+def show_traffic(size: Size, traffic: dict[Setting, list[Traffic]]) -> None:
+    print(f"\n{'MB sent per step':<19}{'mean of ranks':>13}{'minimum':>9}{'ratio':>7}", end="")
+    print(f"{'largest':>9}{'minimum':>9}{'gradients':>11}{'collectives':>13}")
     for setting, found in traffic.items():
-        sent = [rank.bytes_sent / steps / 1e6 for rank in found]
+        sent = [rank.bytes_sent / WATCHED_STEPS / 1e6 for rank in found]
         least = minimum(size, setting.degrees)
         total, gradients = [b / 1e6 for b in least.total], [b / 1e6 for b in least.gradients]
-        calls = max(sum(rank.collectives.values()) for rank in found) / steps
-        print(f"{setting.name:<20}{_mean(sent):>14.2f}{_mean(total):>9.2f}{_mean(sent) / _mean(total):>7.3f}", end="")
+        calls = max(sum(rank.collectives.values()) for rank in found) / WATCHED_STEPS
+        print(f"{setting.name:<19}{_mean(sent):>13.2f}{_mean(total):>9.2f}{_mean(sent) / _mean(total):>7.3f}", end="")
         print(f"{max(sent):>9.2f}{max(total):>9.2f}{_mean(gradients):>11.2f}{calls:>13.0f}")
-    if memory:
-        print(f"\n{'MB, largest rank':<20}{'parameters':>14}{'x 4':>9}{'peak':>9}{'peak / x 4':>12}")
-    for setting, ranks in memory.items():
-        state, peak = max(m.state for m in ranks) / 1e6, max(m.peak for m in ranks) / 1e6
-        held = max(m.parameters for m in ranks) / 1e6
-        print(f"{setting.name:<20}{held:>14.1f}{state:>9.1f}{peak:>9.1f}{peak / state:>12.2f}")
+    print("sent: as the kernel counts; minimum, and its part for gradients: from the layouts, see _minimum.py")
+
+
+def show_memory(memory: dict[Setting, list[list[Memory]]]) -> None:
+    print(f"\n{'MB, largest rank':<19}{'parameters':>13}{'x 4':>9}{'peak':>9}{'peak / x 4':>12}")
+    for setting, found in memory.items():
+        # what does not grow with the model (interpreter, sockets, threads) cancels in the difference of two models
+        small, large = (max(ranks, key=lambda memory: memory.state) for ranks in found)
+        state = (large.state - small.state) / (large.parameters - small.parameters)
+        growth = (large.peak - small.peak) / (large.parameters - small.parameters)
+        held = large.parameters / 1e6
+        print(f"{setting.name:<19}{held:>13.1f}{held * state:>9.1f}{held * growth:>9.1f}{growth / state:>12.2f}")
+    print("of a model twice as wide; x 4: parameters, gradients, two moments; peak: in a step of 8 tokens, without")
+    print("what does not grow with the model. ModelParallel 2x2 cuts parameters over replicas too (FSDP2).")
+
+
+def _watch(setting: Setting, size: Size, requests: list[str]) -> list[list[Any]]:
+    # without clipping, so that all can be compared
+    with setting.start(size, clip=False, accounts=True) as world:
+        world.ready()
+        world.turn(2)
+        return [world.account(request, WATCHED_STEPS) for request in requests]
 
 
 def _milliseconds(found: Comparison) -> str:
@@ -113,8 +133,8 @@ def main() -> None:
     cores = len(os.sched_getaffinity(0))
     print(
         f"GPT of {parameter_bytes(size) / 4e6:.1f} M parameters ({size.layers} layers of {size.dim}, vocabulary"
-        f" {size.vocab}), {size.samples} x {size.tokens} tokens per step,\nfloat32, AdamW, {cores} cores, one thread per"
-        f" rank; {arguments.pairs} interleaved pairs of {STEPS} steps; replicas x degree: median [quartiles]\n"
+        f" {size.vocab}), {size.samples} x {size.tokens} tokens per step,\nfloat32, AdamW, {cores} cores, one thread"
+        f" per rank; {arguments.pairs} interleaved pairs of {STEPS} steps; replicas x degree: median [quartiles]\n"
     )
     if arguments.only in (None, "time"):
         show_times(size, arguments.pairs)

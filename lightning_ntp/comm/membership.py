@@ -72,11 +72,14 @@ class Membership:
             self._guard.call(self._log.append, entry)
 
     def announce_recoverable(self) -> None:
-        """Tell the supervisor that the ranks go on without a member that dies."""
+        """Tell the supervisor that this rank goes on without a member that dies. It takes all of them to say so."""
+        if self.recoverable:
+            return
         self.recoverable = True
         expect_deaths()
         with self._lock:
-            self._guard.call(self._store.set, RECOVERABLE, "1")
+            if self._guard.call(self._store.add, f"{RECOVERABLE}/count", 1) >= len(self.roster.start.slots):
+                self._guard.call(self._store.set, RECOVERABLE, "1")
 
     def leave(self, reason: str) -> None:
         """Tell everybody that this process goes in good order. Nobody is interrupted for it."""

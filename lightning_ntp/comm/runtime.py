@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ntp.comm import backends
-from lightning_ntp.comm.construction import Construction
+from lightning_ntp.comm.construction import Construction, join_abandoned
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.interruption import Life
 from lightning_ntp.comm.lane import Lane, make_lane
@@ -164,6 +164,7 @@ class Runtime:
         self.lane.close()
         self.membership.close()
         self._reaper.close()
+        join_abandoned(2 * backends.CONNECT_TIMEOUT.total_seconds())
         self._guard.join()
 
     def _enter(self, record: dict[str, Any]) -> tuple[Agreement, int]:
@@ -213,7 +214,7 @@ class Runtime:
             membership.retry(commit, str(error))
             return False
         if built is None or membership.roster.change > commit:
-            self._reaper.take([generation.release()])
+            self._reaper.take([generation])
             return False
         generation.install()
         self._current = generation

@@ -125,7 +125,7 @@ class BufferRecorder:
                     copy = self._large[slot] = _Copy(slot, tensor, version, tensor.detach().clone())
             copies.append(copy)
         if small:
-            values = torch._foreach_clone([copy.tensor.detach() for copy in small])  # type: ignore[attr-defined]
+            values = torch._foreach_clone([copy.tensor.detach() for copy in small])
             for copy, value in zip(small, values, strict=True):
                 copy.value = value
         return BufferCopies(copies)

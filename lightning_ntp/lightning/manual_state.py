@@ -61,7 +61,7 @@ class _OptimizerCopy:
     @torch.no_grad()
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        values = torch._foreach_clone([p.detach() for p in parameters])  # type: ignore[attr-defined]
+        values = torch._foreach_clone([p.detach() for p in parameters])
         self.parameters = list(zip(parameters, values, strict=True))
         self.state = {p: {k: _clone(v) for k, v in state.items()} for p, state in optimizer.state.items()}
 

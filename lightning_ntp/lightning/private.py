@@ -222,8 +222,8 @@ def patch_automatic_optimization(
     def make_closure(*args: Any, **kwargs: Any) -> Closure:
         return wrap(kind._make_closure(loop, *args, **kwargs))
 
-    def optimizer_step(batch_idx: int, closure: Any) -> None:
-        optimize(partial(kind._optimizer_step, loop), batch_idx, closure)
+    def optimizer_step(batch_idx: int, train_step_and_backward_closure: Any) -> None:
+        optimize(partial(kind._optimizer_step, loop), batch_idx, train_step_and_backward_closure)
 
     loop._make_closure = make_closure  # type: ignore[method-assign]
     loop._optimizer_step = optimizer_step  # type: ignore[method-assign]
@@ -252,3 +252,14 @@ def patch_after_closure(plugin: Precision, vote: Callable[[], None]) -> Callable
         plugin.__dict__.pop("_after_closure", None)
 
     return undo
+
+
+def prepare_batch(trainer: Trainer, batch: Any) -> Any:
+    """Bring a fetched batch to the device as the training loop does.
+
+    2.6.6: ``_TrainingEpochLoop.advance`` converts the input and calls ``_on_before_batch_transfer`` and
+    ``batch_to_device``.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

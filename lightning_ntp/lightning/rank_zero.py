@@ -16,6 +16,7 @@ import csv
 import os
 import tempfile
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,17 +66,20 @@ def snapshot_rows(trainer: Trainer) -> Callable[[], None]:
     Only calls like ``self.logger.log_metrics(...)`` inside of ``training_step`` are undone; of TensorBoard's files only
     what :func:`take_over_rank_zero` can.
     """
+    kept = ("highest", "before", "newest", "at")
     noted = [
-        (rows, rows.count, rows.highest, list(rows.newest), rows.at) for rows in map(_rows_of, trainer.loggers) if rows
+        (rows, rows.count, {name: copy(getattr(rows, name)) for name in kept})
+        for rows in map(_rows_of, trainer.loggers)
+        if rows is not None
     ]
 
     def undo() -> None:
-        for rows, count, *others in noted:
+        for rows, count, others in noted:
             surplus = rows.count - count
             if not surplus:
                 continue
             rows.count = count
-            rows.highest, rows.newest, rows.at = others
+            rows.__dict__.update({name: copy(value) for name, value in others.items()})
             writer = rows.logger._experiment if isinstance(rows.logger, FabricCSVLogger) else None
             if writer is not None and trainer.is_global_zero:
                 _cut_rows(Path(writer.metrics_file_path), surplus)
@@ -118,16 +122,17 @@ class _Rows:
     count: int = 0
     """Rows logged so far."""
     highest: int = -1
-    """The highest step of the rows before those remembered."""
+    """The highest step of the rows that are not remembered any more."""
+    before: list[_Row] = field(default_factory=list)
+    """The rows of the optimizer step before; rank 0 had logged them."""
     newest: list[_Row] = field(default_factory=list)
     at: int = -1
     """The optimizer steps that were done when the newest were logged."""
 
     def __call__(self, metrics: dict[str, Any], step: int | None = None) -> None:
         if self.trainer.global_step != self.at:
-            # rank 0 has voted since, so it had logged these rows before
-            self.highest = max([self.highest, *_steps(self.newest)])
-            self.newest, self.at = [], self.trainer.global_step
+            self.highest = max([self.highest, *_steps(self.before)])
+            self.before, self.newest, self.at = self.newest, [], self.trainer.global_step
         self.count += 1
         self.newest.append(_Row(dict(metrics), step))
         self.write(self.newest[-1])
@@ -242,8 +247,9 @@ def _rewrite_atomically(writer: FabricWriter) -> None:
 
 def _go_on_in_tensorboard(logger: FabricTensorBoardLogger, rows: _Rows | None, next_step: int) -> None:
     """Another event file in the same directory. Events cannot be cut off; TensorBoard is told to pass over them."""
-    newest = rows.newest if rows is not None and rows.at == rows.trainer.global_step else []
-    first = min([next_step, *_steps(newest)])
+    first = next_step
+    if rows is not None and rows.at == rows.trainer.global_step:
+        first = min([first, *_steps(rows.newest)])
     # "from this step on" means "what rank 0 logged last" only where the user's own steps are not ahead of the trainer's
     purges = rows is not None and rows.highest < first and first > 0
     given = logger._kwargs
@@ -254,8 +260,9 @@ def _go_on_in_tensorboard(logger: FabricTensorBoardLogger, rows: _Rows | None, n
     finally:
         logger._kwargs = given
     if rows is not None and purges:
-        for row in newest:
-            rows.write(row)
+        for row in (*rows.before, *rows.newest):
+            if row.step is not None and row.step >= first:
+                rows.write(row)
 
 
 # ---- progress bars ---------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from lightning_ntp.lightning.metrics import gather_metric_state
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
+from lightning_ntp.lightning.shared_batches import SharedBatches
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
@@ -132,6 +133,7 @@ class NTPStrategy(ParallelStrategy):
         self._resumable: set[Optimizer] = set()
         self._even: tuple[object, bool] | None = None
         self._share: float | engine.LossWeight = 1.0
+        self._shared: tuple[object, SharedBatches] | None = None
         self._told_to_stop = 0
         self._recovery: engine.RecoveryEngine | None = None
         self._transaction: Transaction | None = None
@@ -212,9 +214,9 @@ class NTPStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        live = self.topology.live_replicas
-        replica = self._runtime.generation.replica if self._runtime is not None else live[0]
-        return {"num_replicas": len(live), "rank": live.index(replica)}
+        # those of the launch: the sampler defines the global batches, whoever is alive to share them
+        replica = self._runtime.generation.replica if self._runtime is not None else 0
+        return {"num_replicas": len(self.topology.replicas), "rank": replica}
 
     def set_world_ranks(self) -> None:
         """Let ``rank_zero_only`` functions know the rank."""
@@ -374,10 +376,26 @@ class NTPStrategy(ParallelStrategy):
         return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
 
     def _training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        batch = args[0] if args else next(iter(kwargs.values()))
+        batch, samples = args[0], None
+        if len(self.topology.live_replicas) < len(self.topology.replicas):
+            batch, samples = self._shared_batch(batch)
+            args = (batch, *args[1:])
         self._check_batch("training", batch)
-        self._share = self._loss_share(batch)
+        self._share = self._loss_share(batch, samples)
         return super().training_step(*args, **kwargs)
+
+    def _shared_batch(self, batch: Any) -> tuple[Any, int | None]:
+        """This replica's share of the global batch, and its samples, when a replica is gone."""
+        module, generation = self.lightning_module, self.generation
+        assert module is not None
+        loaders = module.trainer.train_dataloader
+        if self._shared is None or self._shared[0] is not loaders:
+            self._shared = (loaders, SharedBatches(loaders))
+        number = module.trainer.fit_loop.batch_idx
+        found = self._shared[1].share(number, generation.topology, generation.replica)
+        if found is None:
+            return batch, None
+        return private.prepare_batch(module.trainer, found[0]), found[1]
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -463,7 +481,7 @@ class NTPStrategy(ParallelStrategy):
             self._resumable.add(optimizer)
         return result
 
-    def _loss_share(self, batch: Any) -> float | engine.LossWeight:
+    def _loss_share(self, batch: Any, samples: int | None) -> float | engine.LossWeight:
         """This replica's share of the global micro-batch, known or under way."""
         module, generation = self.lightning_module, self.generation
         assert module is not None
@@ -473,6 +491,8 @@ class NTPStrategy(ParallelStrategy):
             return engine.LossWeight(float(weigh(batch)), generation)
         if replicas == 1:
             return 1.0
+        if samples is not None:
+            return engine.LossWeight(float(samples), generation)
         loaders = module.trainer.train_dataloader
         if self._even is None or self._even[0] is not loaders:
             sizes = regular_batches(loaders, replicas)

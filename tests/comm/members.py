@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.comm import Interrupted, Recovery, Runtime, runtime
+from lightning_ntp.comm import Interrupted, Recovery, Runtime, backends, runtime
 from lightning_ntp.launch import RankIdentity
 from lightning_ntp.plan import Topology
 
@@ -29,15 +29,18 @@ def start(degrees: tuple[int, ...], recoverable: bool = True, timeout: float = 6
         timedelta(seconds=timeout),
         torch.device("cpu"),
     )
+    backends.CONNECT_TIMEOUT = timedelta(seconds=2)  # what an abandoned thread takes to end
     if recoverable:
         started.announce_recoverable()
+        use_every_group(started)
+        time.sleep(0.1)  # for the others to have received the last bytes too
     return started
 
 
 def die() -> None:
     """As a failing GPU's process does: at once, without a word."""
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    time.sleep(60)  # it takes a moment
 
 
 def use_every_group(current: Runtime) -> list[int]:

@@ -25,15 +25,15 @@ def survivors(world: Callable[..., World], n: int, fn: Callable[..., Any], *args
     """Run ``fn`` in ``n`` ranks, of which exactly ``lost`` die; the results of the others."""
     run = world(n).start(fn, *args)
     outcomes = run.survive()
-    assert {o.slot for o in outcomes if o.state == "died"} == lost, [(o.slot, o.state, o.error, o.output) for o in outcomes]
     left = [o for o in outcomes if o.slot not in lost]
-    assert all(o.state == "returned" for o in left), "\n".join(o.error + o.stacks + o.output for o in left)
+    story = "\n".join(f"slot {o.slot} {o.state}\n{o.error}{o.stacks}{o.output}" for o in left)
+    assert {o.slot for o in outcomes if o.state == "died"} == lost, story
+    assert all(o.state == "returned" for o in left), story
     return [o.value for o in left]
 
 
 def die_while_others_wait(group: str, victim: int) -> Any:
     current = start(DEGREES)
-    use_every_group(current)
     if current.slot == victim:
         time.sleep(0.15)
         die()
@@ -335,8 +335,9 @@ def get_stuck_on_the_lane() -> Any:
 
     lanes._PATIENCE_SECONDS = 0.2
     current = start((1, 1))
-    block, lane = threading.Event(), current.lane
-    lane.submit(lambda: block.wait(30) and None)
+    begun, block, lane = threading.Event(), threading.Event(), current.lane
+    lane.submit(lambda: begun.set() or block.wait(30) and None)
+    begun.wait(30)
     current.recover({})
     replaced = current.lane is not lane
     done = threading.Event()

@@ -44,7 +44,9 @@ def test_a_replica_that_is_gone_and_nothing_that_moves() -> None:
 def test_new_groups_for_the_same_members() -> None:
     topology = Topology.start((2, 2))
     line = describe(Change(topology, topology, (), 3, 0, (), {"rebuild": 0.02}))
-    assert line == "all members live, new groups: degrees (2, 2) as before, 4 ranks; nothing moved; rebuild 20 ms; step 3 goes on"
+    head, _, rest = line.partition("; ")
+    assert head == "all members live, new groups: degrees (2, 2) as before, 4 ranks"
+    assert rest == "nothing moved; rebuild 20 ms; step 3 goes on"
 
 
 def test_a_change_is_written_as_its_events_in_order(tmp_path: Path) -> None:
@@ -150,4 +152,4 @@ def test_the_documentation_names_every_field_and_event() -> None:
     text = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
     for name in (*EVENTS.values(), "death", "change", "time", "monotonic", "slot", "step", "degrees_after", "sources"):
         assert f"`{name}`" in text, name
-    assert describe(change()).partition(";")[0].replace("23.2", "23.2") in text.replace("\n", " ")
+    assert describe(change()).partition(";")[0] in text.replace("\n", " ")

@@ -193,7 +193,9 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 def test_a_minimum_above_a_starting_degree_is_refused_with_the_largest_that_works() -> None:
     RecoveryPolicy(3).check_degrees((4, 3))
-    with pytest.raises(PolicyError, match=r"min_tensor_parallel_size=4 is above the starting degree 3 of replica 1 .*at most 3"):
+    with pytest.raises(
+        PolicyError, match=r"min_tensor_parallel_size=4 is above the starting degree 3 of replica 1 .*at most 3"
+    ):
         RecoveryPolicy(4).check_degrees((4, 3))
 
 

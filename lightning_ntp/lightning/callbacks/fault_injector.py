@@ -103,8 +103,7 @@ class FaultInjector(Callback):
         self._hooks: list[RemovableHandle] = []
         self._step_hooks: list[RemovableHandle] = []
         self._trainer: Trainer | None = None
-        self._calls = 0
-        self._calls_per_batch = 0
+        self._calls_left = 0
 
     # ---- the schedule -----------------------------------------------------------------------------------------
 
@@ -142,10 +141,10 @@ class FaultInjector(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._draw(trainer.global_step)
-        self._calls_per_batch, self._calls = max(self._calls, 1), 0
         if self._due("forward"):
             leaves = [m for m in pl_module.modules() if m is not pl_module and not any(m.children())]
             self._hooks += [leaf.register_forward_hook(self._in_forward) for leaf in leaves]
+            self._calls_left = (len(leaves) + 1) // 2
         self._reach("data")
 
     def _draw(self, step: int) -> None:
@@ -164,9 +163,9 @@ class FaultInjector(Callback):
     # ---- the phases -------------------------------------------------------------------------------------------
 
     def _in_forward(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        # half of the calls that the batch before made, so that it happens between two layers
-        self._calls += 1
-        if 2 * self._calls >= self._calls_per_batch:
+        # once half of the layers are done; if they are not all used, or used again, then not quite
+        self._calls_left -= 1
+        if self._calls_left <= 0:
             self._reach("forward")
 
     @override
