@@ -39,9 +39,13 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = build_parser()
     options = parser.parse_args(sys.argv[2:] if args is None else args)
     try:
-        print(report(options))
-    except (UsageError, ValueError, ImportError) as error:
+        text = report(options)
+    except (ValueError, ImportError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; Python would complain once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,17 +1,19 @@
-"""Which optimizers can train shards: those that treat every element by itself. The others are refused by name."""
+"""Which optimizers can be trained with: one closure call per step, and on shards every element by itself.
+
+The others are refused by name, before the first step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from lightning.pytorch import LightningModule
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lightning_ntp.lightning.checkpoint import never_cut
 from lightning_ntp.parallel import ShardedModel
 
 _NEEDS_WHOLE_PARAMETERS = {
-    "lbfgs": "takes inner products over all parameters at once",
     "muon": "orthogonalises whole matrices",
     "adafactor": "keeps means over whole rows and columns",
     "lamb": "scales updates by the norm of the whole parameter",
@@ -27,7 +29,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], model: ShardedModel, modul
 
     Raises:
         ValueError: If an optimizer holds a foreign parameter.
-        TypeError: If an optimizer would compute something else from a shard than from the whole parameter.
+        TypeError: If an optimizer calls its closure several times, or would compute something else from a shard than
+            from the whole parameter.
     """
     known = model.by_parameter()
     for optimizer in optimizers:
@@ -39,6 +42,11 @@ def check_optimizers(optimizers: Iterable[Optimizer], model: ShardedModel, modul
                         f"{name} holds a parameter of shape {tuple(parameter.shape)} that is not the"
                         f" {type(module).__name__}'s own: build optimizers from self.parameters()"
                     )
+        if isinstance(optimizer, LBFGS):
+            raise TypeError(
+                f"{name} runs forward and backward several times in one step and changes parameters in between, so its"
+                " steps cannot be repeated after a loss: use an optimizer such as SGD, Adam or AdamW"
+            )
         if never_cut(model):
             continue
         for base in type(optimizer).__mro__:

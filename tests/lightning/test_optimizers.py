@@ -90,7 +90,12 @@ def test_an_optimizer_with_other_state_than_the_parameters_shape_is_refused_afte
         assert "RowFactored keeps 'row_factors' of shape" in outcome.error and "net." in outcome.error
 
 
-@pytest.mark.parametrize("make", [muon, adafactor, lbfgs, lamb, RowFactored])
+def test_an_optimizer_with_several_closure_calls_is_refused_at_every_degree(world: Worlds) -> None:
+    for outcome in world(2).start(_fit, (1, 1), lbfgs).wait():
+        assert outcome.state == "raised" and "TypeError: LBFGS runs forward and backward several" in outcome.error
+
+
+@pytest.mark.parametrize("make", [muon, adafactor, lamb, RowFactored])
 def test_without_tensor_parallelism_every_optimizer_trains_like_the_dense_run(world: Worlds, make: Any) -> None:
     bound = 1e-6 if make is muon else 1e-10  # Muon orthogonalises in bfloat16
     assert_same(world(2).run(_fit, (1, 1), make)[0], _fit(None, make), bound)

@@ -160,6 +160,12 @@ def test_a_step_of_automatic_optimization_is_made_of_the_parts_that_are_taken_ov
     assert "self._after_closure(model,optimizer)" in source(MixedPrecision.optimizer_step)
 
 
+def test_a_fetched_batch_is_brought_to_the_device_in_three_steps() -> None:
+    code = source(_TrainingEpochLoop.advance)
+    steps = ("convert_input(batch)", "_on_before_batch_transfer(batch,dataloader_idx=0)", '"batch_to_device",batch')
+    assert [code.index(s) for s in steps] == sorted(code.index(s) for s in steps)
+
+
 def test_the_places_where_a_step_leaves_traces_are_where_we_look() -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     connector = trainer._logger_connector
@@ -221,6 +227,7 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_per_optimizer_states",
         "_ntp_agrees",  # our own mark on the scaler
         "_after_closure",
+        "_on_before_batch_transfer",
         "_backward_fn",
         "_current_fx_name",
         "_logger_connector",
