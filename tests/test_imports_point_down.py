@@ -21,7 +21,9 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "lightning": {"plan", "launch", "parallel", "comm", "engine"},
     # The hook that names the strategies to Lightning, and what stands on top of everything.
     "_autoload": {"lightning"},
-    "cli": {"_autoload", "lightning"},
+    "callbacks": {"lightning"},
+    "plan_command": {"plan", "parallel", "lightning"},
+    "cli": {"_autoload", "lightning", "plan_command"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
 }

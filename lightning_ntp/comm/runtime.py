@@ -29,6 +29,7 @@ from lightning_ntp.comm.reaper import Reaper
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch.environment import UID
 from lightning_ntp.plan import Topology
+from lightning_ntp.plan.membership import Departure
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Recovery:
     seconds: Mapping[str, float]
     """By phase: ``detect`` (the supervisor's notice to this rank's interruption; only for deaths), ``agree``,
     ``rebuild``. Repeated attempts are added up."""
+    departures: tuple[Departure, ...]
+    """How members went, from the start of the job."""
     attempts: int
     """Rounds it took: more than one if somebody died meanwhile."""
 
@@ -147,7 +150,9 @@ class Runtime:
         deaths = [d.at for d in agreement.roster.departures if d.kind == "dead" and d.slot in lost]
         if deaths and 0 < deaths[0] < life.interrupted_at:
             self._seconds["detect"] = life.interrupted_at - deaths[0]
-        return Recovery(before, after, lost, agreement.records, dict(self._seconds), attempts)
+        return Recovery(
+            before, after, lost, agreement.records, dict(self._seconds), agreement.roster.departures, attempts
+        )
 
     def close(self, reason: str = "") -> None:
         """Leave the job in good order.

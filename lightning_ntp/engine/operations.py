@@ -9,23 +9,33 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from lightning_ntp.comm import Interrupted
-from lightning_ntp.engine.recovery import RecoveryEngine
+from lightning_ntp.engine.recovery import Outcome, RecoveryEngine
 
 T = TypeVar("T")
+
+
+class Recovers(Protocol):
+    """Brings survivors together again."""
+
+    engine: RecoveryEngine
+
+    def agree(self, error: Interrupted) -> Outcome: ...
+
+    def complete(self) -> None: ...
 
 
 class Operations:
     """Numbers the operations of a rank and repeats those that are interrupted.
 
     Args:
-        engine: Recovers; None while the job is not recoverable yet, then nothing is repeated.
+        recovery: Gives who recovers; None while the job is not recoverable yet, then nothing is repeated.
     """
 
-    def __init__(self, engine: Callable[[], RecoveryEngine | None]) -> None:
-        self._engine = engine
+    def __init__(self, recovery: Callable[[], Recovers | None]) -> None:
+        self._recovery = recovery
         self._completed = 0
         self._result: object = None
 
@@ -40,14 +50,14 @@ class Operations:
                 result = operation()
                 break
             except Interrupted as error:
-                engine = self._engine()
-                if engine is None:
+                recovery = self._recovery()
+                if recovery is None:
                     raise
                 interruption = error
             # outside of the `except` block: the frames of the failed attempt are free
-            engine.agree(interruption)
-            engine.complete()
-            ahead = engine.operation_result(self._completed + 1)
+            recovery.agree(interruption)
+            recovery.complete()
+            ahead = recovery.engine.operation_result(self._completed + 1)
             if ahead is not None:
                 result = pickle.loads(base64.b64decode(ahead))
                 break

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_ntp.comm import Interrupted, JobLost, Recovery, Resharding, Runtime, ShardedState
 from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
+from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
 
 
 class Outcome(enum.Enum):
@@ -51,6 +52,14 @@ class Change:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+class Released(Exception):
+    """The policy drops this rank's replica: the rank leaves the job, healthy as it is."""
+
+
+class PolicyForbids(JobLost):
+    """The policy does not allow to go on, though a copy of everything is left."""
+
+
 class RecoveryEngine:
     """Keeps a cut model in step with the membership.
 
@@ -58,6 +67,7 @@ class RecoveryEngine:
         runtime: The rank's runtime.
         model: The cut model.
         states: Gives the per-parameter states that move with the parameters.
+        policy: What the user allows.
         on_change: Called on every survivor when a change is complete, before the step goes on.
 
     Attributes:
@@ -71,9 +81,12 @@ class RecoveryEngine:
         runtime: Runtime,
         model: ShardedModel,
         states: Callable[[], Iterable[ShardedState]],
+        policy: RecoveryPolicy,
         on_change: Callable[[Change], None],
     ) -> None:
         self._runtime, self._model, self._states, self._on_change = runtime, model, states, on_change
+        self._policy = policy
+        self._failures: list[float] = []
         self.committed = 0
         self.ready = False
         self._layout = runtime.generation.topology
@@ -122,15 +135,39 @@ class RecoveryEngine:
 
         Raises:
             JobLost: If a unit has no holder left or a rank lacks the memory, on all survivors.
+            Released: If the policy drops this rank's replica.
+            PolicyForbids: If it does not allow to go on. The shards are moved then: a checkpoint can be written.
         """
         recovery, self._pending = self._pending, None
+        decision: Decision | None = None
         while recovery is not None:
             self._settle(recovery)
+            decision = self._decide(recovery)
             try:
                 self._reshard(recovery)
                 recovery = None
             except Interrupted:
                 recovery = self._recover()
+        if decision is not None and not decision.goes_on:
+            raise PolicyForbids(str(decision))
+
+    def _decide(self, recovery: Recovery) -> Decision | None:
+        """What the policy says of this loss; the same on all survivors."""
+        lost = [slot for slot in self._layout.slots if slot not in recovery.after.slots]
+        if not lost:
+            return None
+        times = [d.at for d in recovery.departures if d.slot in lost and d.kind == "dead"]
+        failures = [*self._failures, max(times)] if times else self._failures
+        shardings = [entry.sharding for entry in self._model]
+        decision = decide(self._layout, lost, self._policy, failures, shardings)
+        if decision.action is Action.END:
+            raise JobLost(str(decision))
+        if self._runtime.slot in decision.released:
+            raise Released(str(decision))
+        # if others are released, their leaving interrupts the next collective, and the survivors decide again
+        if not decision.released:
+            self._failures = list(failures)
+        return decision
 
     def _recover(self) -> Recovery:
         recovery = self._runtime.recover(self._record())

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,14 +24,14 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ntp import engine
-from lightning_ntp.comm import Generation, GradientSync, Runtime, ShardedState, broadcast_start, gather_full, runtime
-from lightning_ntp.launch import RankIdentity, StopRequest, is_rank
+from lightning_ntp.comm import Generation, GradientSync, Runtime, broadcast_start, gather_full, runtime
+from lightning_ntp.launch import RankIdentity, is_rank
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
-from lightning_ntp.lightning.changes import follow_change
+from lightning_ntp.lightning.batches import Batches
 from lightning_ntp.lightning.collectives import ReplicaCollectives
-from lightning_ntp.lightning.data import check_sampler, describe_source, regular_batches, seed_workers_by_replica
+from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
 from lightning_ntp.lightning.environment import NTPEnvironment
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
@@ -41,20 +39,16 @@ from lightning_ntp.lightning.metrics import gather_metric_state
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
-from lightning_ntp.lightning.shared_batches import SharedBatches
+from lightning_ntp.lightning.rank_zero import share_logger_versions
+from lightning_ntp.lightning.stopping import StopTogether
+from lightning_ntp.lightning.survival import Survival
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
+from lightning_ntp.plan.policy import RecoveryPolicy
 from lightning_ntp.plan.topology import as_size, resolve_degrees
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-
-_LOADERS = {
-    "training": "train_dataloader",
-    "validation": "val_dataloaders",
-    "test": "test_dataloaders",
-    "predict": "predict_dataloaders",
-}
 
 
 class NTPStrategy(ParallelStrategy):
@@ -75,6 +69,10 @@ class NTPStrategy(ParallelStrategy):
         start_method: How ranks start: ``"popen"`` re-runs the script, ``"spawn"`` pickles the trainer, ``"fork"``
             forks (notebooks).
         save_distributed_checkpoint: Must be False: checkpoints are single files with unsharded names and shapes.
+        min_tensor_parallel_size: A replica that loses ranks shrinks down to this degree; below it, it is dropped.
+        max_failures: How many failures are tolerated within ``failure_window``; any number if None. Ranks that are lost
+            together are one failure.
+        failure_window: Seconds or a timedelta; the whole job if None.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -96,6 +94,9 @@ class NTPStrategy(ParallelStrategy):
         timeout: float | timedelta | None = DEFAULT_TIMEOUT,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         save_distributed_checkpoint: bool = False,
+        min_tensor_parallel_size: int = 1,
+        max_failures: int | None = None,
+        failure_window: float | timedelta | None = None,
     ) -> None:
         super().__init__()
         if start_method not in ("popen", "spawn", "fork"):
@@ -129,18 +130,15 @@ class NTPStrategy(ParallelStrategy):
         self._sync: GradientSync | None = None
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
-        self._checked_stages: set[str] = set()
         self._resumable: set[Optimizer] = set()
-        self._even: tuple[object, bool] | None = None
-        self._share: float | engine.LossWeight = 1.0
-        self._shared: tuple[object, SharedBatches] | None = None
-        self._told_to_stop = 0
-        self._recovery: engine.RecoveryEngine | None = None
-        self._transaction: Transaction | None = None
-        self._operations = engine.Operations(lambda: self._recovery)
+        self.policy = RecoveryPolicy(min_tensor_parallel_size, max_failures, failure_window)
+        self.fault_points: list[Callable[[str], None]] = []
+        """Called with "sync" and "vote" inside of a step, for fault injection."""
+        self._survival: Survival | None = None
+        self._operations = engine.Operations(lambda: self._survival)
         self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
-        self._stop = StopRequest()
-        self._norm: Tensor | None = None
+        self._batches = Batches(lambda: self.generation)
+        self._stop = StopTogether(lambda: self.generation)
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -201,6 +199,10 @@ class NTPStrategy(ParallelStrategy):
         return self._runtime.generation
 
     @property
+    def _transaction(self) -> Transaction | None:
+        return self._survival.transaction if self._survival is not None else None
+
+    @property
     def replica(self) -> int:
         """The replica this rank belongs to."""
         return self.generation.replica
@@ -229,6 +231,7 @@ class NTPStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         check_trainer(self, self._layer_sync)
+        self.policy.check_degrees(self.degrees)
         self._launcher = NTPLauncher(self, self.start_method)
 
     def check_before_launch(self) -> None:
@@ -257,6 +260,7 @@ class NTPStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
         self._share_random_state()
+        share_logger_versions(self.lightning_module.trainer, self.broadcast)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -286,41 +290,42 @@ class NTPStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
-        private.replace_stop_broadcasts(trainer, self._stop_if_told)
+        self._batches.reset()
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.dist_sync_fn = gather_metric_state
-        self._checked_stages = set()
         if trainer.state.fn == TrainerFn.FITTING:
             self._set_up_recovery(trainer)
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
-        self._stop.install()
+        self._stop.install(trainer)
 
     def _set_up_recovery(self, trainer: Trainer) -> None:
         """From now on a rank that is lost interrupts the others, and the step goes on without it."""
         assert self._runtime is not None and self.sharded is not None
-        if self._recovery is None:
-            self._recovery = engine.RecoveryEngine(self._runtime, self.sharded, self._states_to_move, self._changed)
-            self._recovery.describe = self._operations.record
-        if self._transaction is not None:
-            self._transaction.uninstall()
-        self._told_to_stop = 0
-        self._transaction = Transaction(trainer, self._recovery, self._vote, self._remember_step, self.root_device)
-        self._transaction.install()
+        if self._survival is not None:
+            self._survival.uninstall()
+        self._survival = Survival(
+            trainer,
+            self._runtime,
+            self.sharded,
+            self.policy,
+            self._operations,
+            lambda: [optimizer.state for optimizer in self.optimizers],
+            self._vote,
+            self._remember_step,
+            self._follow_change,
+            self.root_device,
+        )
+        self._survival.install()
 
-    def _states_to_move(self) -> list[ShardedState]:
-        return [optimizer.state for optimizer in self.optimizers]
-
-    def _changed(self, change: engine.Change) -> None:
-        """The members have changed and the shards have moved: everything that knew the old generation follows."""
-        assert self._runtime is not None and self.sharded is not None and self.lightning_module is not None
+    def _follow_change(self) -> None:
+        assert self._runtime is not None and self.sharded is not None
         if self._sync is not None:
             self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
         self.set_world_ranks()
-        follow_change(self.lightning_module.trainer, change)
 
     def _shard(self, module: LightningModule) -> None:
         known = getattr(module, "_ntp_sharded", None)
@@ -369,33 +374,17 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self._transaction is not None and self._runtime is not None
+        assert self._transaction is not None and self._runtime is not None and self.lightning_module is not None
         if self.generation.topology.world_size == 1:
-            self._stop_if_told()  # Lightning 2.6.6 asks before a batch only where there are several ranks
+            # Lightning 2.6.6 asks before a batch only where there are several ranks
+            self._stop.stop_if_told(self.lightning_module.trainer)
         self._runtime.announce_recoverable()
         return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
 
-    def _training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        batch, samples = args[0], None
-        if len(self.topology.live_replicas) < len(self.topology.replicas):
-            batch, samples = self._shared_batch(batch)
-            args = (batch, *args[1:])
-        self._check_batch("training", batch)
-        self._share = self._loss_share(batch, samples)
-        return super().training_step(*args, **kwargs)
-
-    def _shared_batch(self, batch: Any) -> tuple[Any, int | None]:
-        """This replica's share of the global batch, and its samples, when a replica is gone."""
-        module, generation = self.lightning_module, self.generation
-        assert module is not None
-        loaders = module.trainer.train_dataloader
-        if self._shared is None or self._shared[0] is not loaders:
-            self._shared = (loaders, SharedBatches(loaders))
-        number = module.trainer.fit_loop.batch_idx
-        found = self._shared[1].share(number, generation.topology, generation.replica)
-        if found is None:
-            return batch, None
-        return private.prepare_batch(module.trainer, found[0]), found[1]
+    def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        batch = self._batches.training(self.lightning_module.trainer, batch)
+        return super().training_step(batch, *args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -420,8 +409,7 @@ class NTPStrategy(ParallelStrategy):
         self._transaction.before_backward()
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        share = self._share.share() if isinstance(self._share, engine.LossWeight) else self._share
-        self._share = share
+        share = self._batches.loss_share()
         checks = self._first_steps.due()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()
@@ -438,6 +426,7 @@ class NTPStrategy(ParallelStrategy):
             self._first_steps.run()
             if not self._sync_blocked:
                 self._sync.begin()
+        self._reach("sync")
         if self._sync_blocked:
             self._sync.release()
         else:
@@ -481,82 +470,32 @@ class NTPStrategy(ParallelStrategy):
             self._resumable.add(optimizer)
         return result
 
-    def _loss_share(self, batch: Any, samples: int | None) -> float | engine.LossWeight:
-        """This replica's share of the global micro-batch, known or under way."""
-        module, generation = self.lightning_module, self.generation
-        assert module is not None
-        replicas = len(generation.topology.live_replicas)
-        weigh = getattr(module, "ntp_batch_weight", None)
-        if weigh is not None:
-            return engine.LossWeight(float(weigh(batch)), generation)
-        if replicas == 1:
-            return 1.0
-        if samples is not None:
-            return engine.LossWeight(float(samples), generation)
-        loaders = module.trainer.train_dataloader
-        if self._even is None or self._even[0] is not loaders:
-            sizes = regular_batches(loaders, replicas)
-            even = engine.all_equal(sizes, generation.world, generation.device) and sizes > 0
-            self._even = (loaders, even)
-        if self._even[1]:
-            return 1.0 / replicas
-        return engine.LossWeight(float(engine.batch_size_of(batch)), generation)
-
-    def _check_batch(self, stage: str, batch: Any) -> None:
-        if stage in self._checked_stages:
-            return
-        self._checked_stages.add(stage)
-        assert self.lightning_module is not None
-        loaders = getattr(self.lightning_module.trainer, _LOADERS[stage])
-        engine.check_same_batch(batch, self.generation, describe_source(loaders), everywhere=stage == "training")
-
     def _before_evaluation(self, stage: str, batch: Any) -> None:
-        self._check_batch(stage, batch)
-        # replicas may have different numbers of batches, so only the peers of a replica agree here
-        self._stop_together(self.generation.tensor_parallel)
+        assert self.lightning_module is not None
+        self._batches.check(self.lightning_module.trainer, stage, batch)
+        self._stop.stop_replica_if_told(self.lightning_module.trainer)
 
     def _vote(self) -> None:
-        """The last collective of a step: who returns from it knows that all have complete gradients.
+        self._reach("vote")
+        self._stop.vote()
 
-        It also carries who was told to stop, so that all ranks stop after the same step.
-        """
-        vote = torch.tensor([self._stop.stop_requested() or 0], device=self.root_device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.generation.world)
-        self._told_to_stop = int(vote)
+    def _reach(self, phase: str) -> None:
+        for point in self.fault_points:
+            point(phase)
 
     def _remember_step(self) -> Callable[[], None]:
         """Remember what a step changes here: a replay must enter the same collectives again, on all ranks."""
         assert self._sync is not None and self._first_steps is not None
-        checked, even, local = set(self._checked_stages), self._even, set(self._sync.local)
-        restore_first_steps = self._first_steps.remember()
+        local = set(self._sync.local)
+        others = (self._batches.remember(), self._first_steps.remember())
 
         def restore() -> None:
             assert self._sync is not None
-            self._checked_stages, self._even, self._sync.local = set(checked), even, set(local)
-            restore_first_steps()
+            self._sync.local = set(local)
+            for put_back in others:
+                put_back()
 
         return restore
-
-    def _stop_if_told(self) -> None:
-        """Before every training batch."""
-        if self._told_to_stop:
-            self._stop_now(self._told_to_stop)
-
-    def _stop_together(self, group: dist.ProcessGroup | None) -> None:
-        told = self._stop.stop_requested() or 0
-        if group is not None:
-            vote = torch.tensor([told], device=self.root_device)
-            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
-            told = int(vote)
-        if told:
-            self._stop_now(told)
-
-    def _stop_now(self, signum: int) -> NoReturn:
-        assert self.lightning_module is not None
-        if signum == signal.SIGINT:
-            raise KeyboardInterrupt
-        private.mark_sigterm_received(self.lightning_module.trainer)
-        raise SIGTERMException
 
     # ---- clipping and scaling ---------------------------------------------------------------------------------
 
@@ -677,9 +616,8 @@ class NTPStrategy(ParallelStrategy):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
-        if self._transaction is not None:
-            self._transaction.uninstall()
-            self._transaction = None
+        if self._survival is not None:
+            self._survival.uninstall()
         if self._sync is not None:
             self._sync.close()
             self._sync = None

@@ -6,7 +6,8 @@ there called f and g).
 
 from __future__ import annotations
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_ntp.parallel.context import TensorParallelContext
-from lightning_ntp.plan import UnitSpace
+from lightning_ntp.plan import Layout, UnitSpace
 
 
 class _EnterRegion(torch.autograd.Function):
@@ -50,21 +51,18 @@ class _GatherLast(torch.autograd.Function):
         ctx.place, ctx.space = place, space
         layout = place.layout(space)
         unit = x.shape[-1] // len(layout.owned[place.index])
-        full = torch.cat(_all_gathered(x, [len(layout.owned[i]) * unit for i in place.indices], place), dim=-1)
-        order = [u for i in place.indices for u in layout.owned[i]]
-        if order == list(range(layout.count)):
-            return full
-        target = _elements(order, unit, x.device)
-        return torch.empty_like(full).index_copy_(full.dim() - 1, target, full)
+        shards = _all_gathered(x, max(len(units) for units in layout.owned.values()) * unit, place)
+        pieces = [shards[run.holder][..., run.start * unit : run.stop * unit] for run in _runs(layout)]
+        return torch.cat(pieces, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # the gathered tensor is used alike on every index, so its gradient is whole: take the own part
-        units = ctx.place.units(ctx.space)
-        unit = grad.shape[-1] // ctx.space.count
-        if units == tuple(range(units[0], units[-1] + 1)):
-            return grad[..., units[0] * unit : (units[-1] + 1) * unit].contiguous(), None, None
-        return grad.index_select(-1, _elements(list(units), unit, grad.device)), None, None
+        place, layout = ctx.place, ctx.place.layout(ctx.space)
+        unit = grad.shape[-1] // layout.count
+        own = sorted((r for r in _runs(layout) if place.indices[r.holder] == place.index), key=lambda r: r.start)
+        pieces = [grad[..., r.first * unit : (r.first + r.stop - r.start) * unit] for r in own]
+        return torch.cat(pieces, dim=-1), None, None
 
 
 def enter_region(x: Tensor, place: TensorParallelContext) -> Tensor:
@@ -107,20 +105,37 @@ def gather_last(x: Tensor, place: TensorParallelContext, space: UnitSpace) -> Te
     return _GatherLast.apply(x, place, space)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _all_gathered(x: Tensor, widths: list[int], place: TensorParallelContext) -> list[Tensor]:
-    """The shards of all indices. Widths differ by at most one unit; the collective wants them equal, so pad."""
+def _all_gathered(x: Tensor, widest: int, place: TensorParallelContext) -> list[Tensor]:
+    """The shards of all indices. The collective wants them equally wide, so narrower ones are padded."""
     if place.degree == 1:
         return [x]
-    widest = max(widths)
     # F.pad copies even if there is nothing to add
     padded = x.contiguous() if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])).contiguous()
-    shards = [torch.empty_like(padded) for _ in widths]
+    shards = [torch.empty_like(padded) for _ in range(place.degree)]
     dist.all_gather(shards, padded, group=place.group)
-    return [shard[..., :width] for shard, width in zip(shards, widths, strict=True)]
+    return shards
 
 
-def _elements(units: list[int], unit: int, device: torch.device) -> Tensor:
-    index = torch.tensor(units, device=device)
-    if unit == 1:
-        return index
-    return (index[:, None] * unit + torch.arange(unit, device=device)).flatten()
+class _Run(NamedTuple):
+    """Units that lie side by side in the unsharded order and on one index."""
+
+    holder: int
+    """Position of the index in the replica."""
+    start: int
+    """First of them in the index's local order."""
+    stop: int
+    first: int
+    """First of them in the unsharded order."""
+
+
+@lru_cache(maxsize=256)
+def _runs(layout: Layout) -> tuple[_Run, ...]:
+    """A layout without shared units as runs, in the unsharded order."""
+    runs: list[_Run] = []
+    for holder, index in enumerate(layout.indices):
+        units, start = layout.owned[index], 0
+        for k in range(1, len(units) + 1):
+            if k == len(units) or units[k] != units[k - 1] + 1:
+                runs.append(_Run(holder, start, k, units[start]))
+                start = k
+    return tuple(sorted(runs, key=lambda run: run.first))

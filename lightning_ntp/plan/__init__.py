@@ -6,12 +6,15 @@ Everything here is data that can be printed, compared and tested without startin
 from lightning_ntp.plan.exchange import Exchange, Move, Run, copy_exchange, reduce_exchange
 from lightning_ntp.plan.layout import Layout, LayoutFamily, UnitSpace
 from lightning_ntp.plan.membership import Departure, Entry, Roster
+from lightning_ntp.plan.policy import Action, Decision, PolicyError, RecoveryPolicy, decide
 from lightning_ntp.plan.reshard import plan_reshard
 from lightning_ntp.plan.sharding import GradientClass, Segment, Sharding
 from lightning_ntp.plan.sync import SyncPlan, plan_sync
 from lightning_ntp.plan.topology import Relabel, Topology, TopologyError, resolve_degrees
 
 __all__ = [
+    "Action",
+    "Decision",
     "Departure",
     "Entry",
     "Exchange",
@@ -19,6 +22,8 @@ __all__ = [
     "Layout",
     "LayoutFamily",
     "Move",
+    "PolicyError",
+    "RecoveryPolicy",
     "Relabel",
     "Roster",
     "Run",
@@ -29,6 +34,7 @@ __all__ = [
     "TopologyError",
     "UnitSpace",
     "copy_exchange",
+    "decide",
     "plan_reshard",
     "plan_sync",
     "reduce_exchange",

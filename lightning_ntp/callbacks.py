@@ -1,0 +1,6 @@
+"""Callbacks for the Trainer, by the path that YAML uses: ``class_path: lightning_ntp.callbacks.FaultInjector``."""
+
+from lightning_ntp.lightning.callbacks.fault_injector import FaultInjector, InjectedFault
+from lightning_ntp.lightning.callbacks.fault_schedule import Fault
+
+__all__ = ["Fault", "FaultInjector", "InjectedFault"]

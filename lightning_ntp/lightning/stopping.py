@@ -1,0 +1,72 @@
+"""Ctrl-C and SIGTERM: all ranks stop after the same step."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_ntp.comm import Generation
+from lightning_ntp.launch import StopRequest
+from lightning_ntp.lightning import private
+
+
+class StopTogether:
+    """Turns a signal that one rank got into a stop of all.
+
+    In training the request rides in the vote of a step, so between steps nothing communicates. In evaluation the
+    ranks of a replica agree before every batch: replicas may have different numbers of batches.
+
+    Args:
+        generation: Gives the current generation.
+    """
+
+    def __init__(self, generation: Callable[[], Generation]) -> None:
+        self._generation = generation
+        self._request = StopRequest()
+        self._told = 0
+
+    def install(self, trainer: Trainer) -> None:
+        """Take the signals over, and Lightning's own handling of them."""
+        self._told = 0
+        private.replace_stop_broadcasts(trainer, lambda: self.stop_if_told(trainer))
+        self._request.install()
+
+    def uninstall(self) -> None:
+        self._request.uninstall()
+
+    def vote(self) -> None:
+        """The last collective of a step: who returns from it knows that all ranks have complete gradients."""
+        self._told = self._agree(self._generation().world)
+
+    def stop_if_told(self, trainer: Trainer) -> None:
+        """Before a training batch.
+
+        Raises:
+            KeyboardInterrupt: After SIGINT, on all ranks.
+            SIGTERMException: After SIGTERM, on all ranks.
+        """
+        self._stop(self._told, trainer)
+
+    def stop_replica_if_told(self, trainer: Trainer) -> None:
+        """Before an evaluation batch: as :meth:`stop_if_told`, on the ranks of a replica."""
+        self._stop(self._agree(self._generation().tensor_parallel), trainer)
+
+    def _agree(self, group: dist.ProcessGroup | None) -> int:
+        told = self._request.stop_requested() or 0
+        if group is None:
+            return told
+        vote = torch.tensor([told], device=self._generation().device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=group)
+        return int(vote)
+
+    def _stop(self, signum: int, trainer: Trainer) -> None:
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        if signum:
+            private.mark_sigterm_received(trainer)
+            raise SIGTERMException
