@@ -10,12 +10,13 @@ DEMO_ARGUMENTS ?= --degrees 4 3
 OUTPUT ?= outputs/gpt
 
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint format bench clean
+.PHONY: help install demo test chaos lint format bench clean
 
 help:
 	@echo "make install  the package with everything for development, into $(VENV)"
 	@echo "make demo     trains a small GPT on CPU with two replicas at degrees (4, 3); about two minutes"
 	@echo "make test     every test, or those in TESTS=path"
+	@echo "make chaos    kills ranks in every slot at every point, and the like: about twenty minutes"
 	@echo "make lint     ruff, formatting, types"
 	@echo "make format   lets ruff repair what it can"
 	@echo "make bench    every benchmark"
@@ -35,6 +36,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)
+
+chaos: $(STAMP)
+	$(BIN)/python -m pytest -m chaos $(TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

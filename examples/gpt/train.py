@@ -1,10 +1,13 @@
 """Train a small GPT with nonuniform tensor parallelism: ``python examples/gpt/train.py --degrees 4 3``.
 
-The second replica of that job has three devices where the first has four. Without ``--degrees`` the strategy takes all
-devices it finds; ``--strategy auto --devices 1`` trains the same model in one process.
+The second replica of that job has three devices where the first has four. Half-way through, the last device of the
+first replica is killed in the middle of a step, and the job goes on without it; ``--no-fault`` leaves it alive.
+Without ``--degrees`` the strategy takes all devices it finds, and nobody is killed; ``--strategy auto --devices 1``
+trains the same model in one process.
 """
 
 import argparse
+import warnings
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -14,6 +17,11 @@ from model import LanguageModel
 from report import Report
 
 from lightning_ntp import NTPStrategy
+from lightning_ntp.callbacks import Fault, FaultInjector
+
+
+# Lightning 2.6 with torch 2.13: every rank would say it once.
+warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 def main() -> None:
@@ -22,9 +30,10 @@ def main() -> None:
     parser.add_argument("--strategy", default="ntp", help="without --degrees: ntp, or ddp to compare")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--devices", default="auto")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=8, help="samples per replica")
     parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--no-fault", action="store_true", help="kill nobody")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpt"))
     args = parser.parse_args()
 
@@ -32,6 +41,9 @@ def main() -> None:
     data = PythonDocs(seq_len=args.seq_len, batch_size=args.batch_size)
     model = LanguageModel(max_seq_len=args.seq_len)
     report = Report(data)
+    faults = []
+    if len(args.degrees or ()) > 1 and not args.no_fault:  # with one replica nobody else has what is lost
+        faults = [Fault("kill", slot=args.degrees[0] - 1, step=args.steps // 2, phase="backward")]
     trainer = pl.Trainer(
         strategy=NTPStrategy(degrees=args.degrees) if args.degrees else args.strategy,
         accelerator=args.accelerator,
@@ -40,7 +52,7 @@ def main() -> None:
         val_check_interval=max(args.steps // 4, 1),
         check_val_every_n_epoch=None,
         gradient_clip_val=1.0,
-        callbacks=[report],
+        callbacks=[report, FaultInjector(faults)],
         logger=CSVLogger(args.output),
         enable_checkpointing=False,
         enable_model_summary=False,

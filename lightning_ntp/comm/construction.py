@@ -6,16 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from lightning_ntp.comm import background
+
 _T = TypeVar("_T")
-
-
-_running: list[threading.Thread] = []
-
-
-def join_abandoned(seconds: float) -> None:
-    """Wait for threads that nobody waited for. For the end of a process: C++ must not outlive the interpreter."""
-    for thread in list(_running):
-        thread.join(seconds)
 
 
 class Construction(Generic[_T]):
@@ -32,10 +25,7 @@ class Construction(Generic[_T]):
         self.error: BaseException | None = None
         self.finished = False
         self._abandoned = False
-        _running[:] = [thread for thread in _running if thread.is_alive()]
-        thread = threading.Thread(target=self._run, name="ntp-construction", daemon=True)
-        _running.append(thread)
-        thread.start()
+        background.run("ntp-construction", self._run)
 
     def wait(self, give_up: Callable[[], Any]) -> _T | None:
         """The result, or None if ``give_up`` became true first (asked whenever ``done`` is notified).

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_ntp.comm.backends import build_group, is_sliced
 from lightning_ntp.comm.construction import Construction
@@ -87,6 +87,7 @@ class Generation:
         self.replica, self.index = topology.place(slot)
         self.degree = topology.degrees[self.replica]
         self._guard, self._backend, self._timeout, self._changed = guard, backend, timeout, changed
+        self._client: TCPStore | None = None
         self._store: Store | None = None
         self._groups: dict[str, InterruptibleGroup] = {}
         self._users: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
@@ -113,7 +114,8 @@ class Generation:
         Raises:
             RuntimeError: If a member does not come in time.
         """
-        store = PrefixStore(f"generation/{self.name}", self._guard.client())
+        self._client = self._guard.borrow()
+        store = PrefixStore(f"generation/{self.name}", self._client)
         for attribute, name, slots in group_slots(self.topology):
             if self.slot in slots:
                 group = self._wrap(self._build(name, store, slots), attribute)
@@ -173,8 +175,10 @@ class Generation:
         """Let go of all groups and return what is left of them, for the reaper."""
         self.life.retired = True
         left: list[Any] = [group.release() for group in (*self._groups.values(), *self._users)]
-        left.append(self._store)
         self._store = None
+        client, self._client = self._client, None
+        if client is not None:
+            self._guard.give_back(client)
         for group in self._groups.values():
             group.maker = None
         return left
@@ -201,7 +205,7 @@ class Generation:
         slots = [self.topology.slots[rank] for rank in ranks]
         guard, prefix = self._guard, f"generation/{self.name}/user"
         construction = Construction(
-            lambda: self._build(group_name, PrefixStore(prefix, guard.client()), slots), self._changed
+            lambda: self._build(group_name, PrefixStore(prefix, guard.borrow()), slots), self._changed
         )
         plain = construction.wait(lambda: self.life.interrupted)
         if plain is None:

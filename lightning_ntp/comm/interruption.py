@@ -14,6 +14,8 @@ class Interrupted(RuntimeError):
 class JobLost(RuntimeError):
     """The job cannot go on; the message says why."""
 
+    __plain_reason__ = True  # no bug: the supervisor prints the message alone
+
 
 class StaleGroupError(RuntimeError):
     """A process group was used that was made before the membership changed."""

@@ -81,14 +81,20 @@ class Membership:
             if self._guard.call(self._store.add, f"{RECOVERABLE}/count", 1) >= len(self.roster.start.slots):
                 self._guard.call(self._store.set, RECOVERABLE, "1")
 
-    def leave(self, reason: str) -> None:
-        """Tell everybody that this process goes in good order. Nobody is interrupted for it."""
+    def leave(self, reason: str, others_go_on: bool = False) -> None:
+        """Tell everybody that this process goes in good order.
+
+        Args:
+            reason: Why, for the others.
+            others_go_on: The others are in the middle of something: they are interrupted, and recover without it.
+        """
         if self._left:
             return
         self._left = True
         with self._lock:
             self._guard.call(self._store.set, left_key(self.uid), reason or "finished")
-        self.append(Entry("left", self.slot, self.uid, reason, at=time.monotonic()))
+        broken = self.roster.commit if others_go_on else 0
+        self.append(Entry("left", self.slot, self.uid, reason, round=broken, at=time.monotonic()))
 
     def close(self) -> None:
         """End the thread. After :meth:`leave`, whose entry wakes it."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.wire import Wire, WireEntry, element_width
 from lightning_ntp.parallel import ShardedModel, ShardedParameter
-from lightning_ntp.plan import Exchange, Topology, plan_reshard
+from lightning_ntp.plan import Exchange, Sharding, Topology, plan_reshard
 
 ShardedState = MutableMapping[Tensor, MutableMapping[str, Any]]
 """Per-parameter state outside of the model, as an optimizer keeps it: parameter -> key -> value."""
@@ -62,8 +62,12 @@ class Resharding:
         self._model, self.after = model, after
         self._shards: list[_Shard] = []
         states = list(states)
+        # layers are alike: a model has few ways to cut a parameter
+        exchanges: dict[Sharding, Exchange] = {}
         for entry in model:
-            exchange = plan_reshard(before, after, entry.sharding)
+            exchange = exchanges.get(entry.sharding)
+            if exchange is None:
+                exchange = exchanges[entry.sharding] = plan_reshard(before, after, entry.sharding)
             if not exchange.moves:
                 continue
             self._shards.append(_Shard(entry, exchange, None, ""))

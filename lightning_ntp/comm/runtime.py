@@ -5,22 +5,21 @@ A script may call ``fit`` and then ``test`` with another ``Trainer``: both work 
 
 from __future__ import annotations
 
-import atexit
 import os
-import threading
 import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.comm import backends
-from lightning_ntp.comm.construction import Construction, join_abandoned
+from lightning_ntp.comm import backends, background
+from lightning_ntp.comm.construction import Construction
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.interruption import Life
 from lightning_ntp.comm.lane import Lane, make_lane
@@ -30,6 +29,11 @@ from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch.environment import UID
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.membership import Departure
+
+_LAST_SECONDS = 30.0
+"""For threads in C++ to come back at the end: a connection that is being made takes up to 10 s."""
+_SPARE_CONNECTIONS = 2
+"""To the store: for the next generation, and for the one after if a peer dies while that is built."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ class Runtime:
     def announce_recoverable(self) -> None:
         """From now on a rank that dies interrupts the others instead of ending the job: they call :meth:`recover`."""
         self.membership.announce_recoverable()
+        self._guard.stock(_SPARE_CONNECTIONS)
 
     def recover(self, record: dict[str, Any]) -> Recovery:
         """Enter the next generation with whoever lives. Collective over them; goes on by itself if more die meanwhile.
@@ -154,22 +159,23 @@ class Runtime:
             before, after, lost, agreement.records, dict(self._seconds), agreement.roster.departures, attempts
         )
 
-    def close(self, reason: str = "") -> None:
+    def close(self, reason: str = "", others_go_on: bool = False) -> None:
         """Leave the job in good order.
 
         Args:
             reason: Why, if not because the work is done.
+            others_go_on: The others are in the middle of something, and go on without this rank.
         """
         if self._pid != os.getpid():
             return  # a forked child, which is no rank
         self._guard.close()  # a store that is lost now is no news
         with suppress(StoreLostError):
-            self.membership.leave(reason)
+            self.membership.leave(reason, others_go_on)
         self._leave_generation(reset=False)
         self.lane.close()
         self.membership.close()
         self._reaper.close()
-        join_abandoned(2 * backends.CONNECT_TIMEOUT.total_seconds())
+        background.join_all(_LAST_SECONDS)
         self._guard.join()
 
     def _enter(self, record: dict[str, Any]) -> tuple[Agreement, int]:
@@ -223,6 +229,8 @@ class Runtime:
             return False
         generation.install()
         self._current = generation
+        if membership.recoverable:
+            self._guard.stock(_SPARE_CONNECTIONS)
         membership.watch(life)
         return True
 
@@ -244,7 +252,7 @@ class Runtime:
             return
         groups = generation.plain_groups()
         # closing takes 10 ms a group; the membership thread must go on reading
-        threading.Thread(target=backends.abort, args=(self.backend, groups), name="ntp-abort", daemon=True).start()
+        background.run("ntp-abort", backends.abort, self.backend, groups)
 
 
 _current: Runtime | None = None
@@ -292,18 +300,19 @@ def start(
         )
     uid = uid or os.environ.get(UID) or uuid.uuid4().hex
     _current = Runtime(store, slot, uid, topology, backend, timeout, device)
-    atexit.unregister(shutdown)
-    atexit.register(shutdown)
+    # Runs at the interpreter's exit, and also where a forked rank leaves without that (atexit does not).
+    Finalize(None, shutdown, exitpriority=100)
     return _current
 
 
-def shutdown(reason: str = "") -> None:
+def shutdown(reason: str = "", others_go_on: bool = False) -> None:
     """Leave the job and end the runtime of this process, if there is one.
 
     Args:
         reason: Why, if not because the work is done: what the others are told.
+        others_go_on: See :meth:`Runtime.close`.
     """
     global _current
     runtime, _current = _current, None
     if runtime is not None:
-        runtime.close(reason)
+        runtime.close(reason, others_go_on)

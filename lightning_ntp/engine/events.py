@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class EventLog:
             world_size=change.after.world_size,
             bytes=change.moved_bytes,
             sources=list(change.sources),
-            seconds={key: round(seconds, 6) for key, seconds in change.seconds.items()},
+            seconds={key: round(seconds, 6) for key, seconds in _in_order(change.seconds).items()},
         )
 
     def _append(self, line: bytes) -> None:
@@ -131,6 +131,12 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 yield event
 
 
+def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The phases of a change in the order in which they happened."""
+    known = {key: seconds[key] for key in PHASES if key in seconds}
+    return known | dict(seconds)
+
+
 def describe(change: Change) -> str:
     """A change in one line: what died, the new degrees, what moved from where, how long each phase took."""
     parts = []
@@ -148,7 +154,7 @@ def describe(change: Change) -> str:
     lines = [f"{head}: {degrees}, {change.after.world_size} ranks", moved]
     if change.seconds:
         total = sum(change.seconds.values())
-        phases = ", ".join(f"{key} {_milliseconds(seconds)}" for key, seconds in change.seconds.items())
+        phases = ", ".join(f"{key} {_milliseconds(seconds)}" for key, seconds in _in_order(change.seconds).items())
         lines.append(f"{_milliseconds(total)} ({phases})" if len(change.seconds) > 1 else phases)
     first = change.after.slots[0]
     if first != change.before.slots[0]:

@@ -30,6 +30,8 @@ class Failure:
     """Failures of equal signature are the same."""
     echo: bool = False
     """It only reports that a peer is gone."""
+    plain: bool = False
+    """The text is a message for people, not a traceback."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,15 @@ class Outcome:
     """What the call returned in slot 0."""
 
     def describe(self) -> str:
-        """The cause, with its traceback once and the slots it happened in; empty if nothing failed."""
+        """The cause, with its traceback once and the slots it happened in; empty if nothing failed.
+
+        A cause that is no bug is one plain line.
+        """
         if self.cause is None:
             return ""
         same = [f.slot for f in self.failures if f.signature == self.cause.signature]
+        if self.cause.plain:
+            return f"The job has ended: {self.cause.text.rstrip()}\n"
         if self.cause.slot < 0:
             return f"{self.cause.summary}\n"
         lines = [f"{self.cause.text.rstrip()}\n(raised by " if self.cause.text else f"{self.cause.summary}\n(in "]
@@ -77,7 +84,7 @@ def failure_of(slot: int, code: int, when: float, report: Report | None) -> Fail
     if code == 0:
         return None
     if report is not None:
-        return Failure(slot, report.summary, 1, report.when, report.text, report.signature, report.echo)
+        return Failure(slot, report.summary, 1, report.when, report.text, report.signature, report.echo, report.plain)
     if code < 0:
         name = _signal_name(-code)
         return Failure(slot, f"killed by {name}", 128 - code, when - _REAP_DELAY, signature=f"killed by {name}")

@@ -13,6 +13,9 @@ from types import TracebackType
 
 from lightning_ntp.launch.environment import JOB_DIR, SLOT, is_rank
 
+PLAIN = "__plain_reason__"
+"""Class attribute of exceptions that are no bug: their message is all that a person needs."""
+
 _LAUNCH_DIR = os.path.dirname(os.path.abspath(__file__))
 
 _ECHOES = (
@@ -47,6 +50,8 @@ class Report:
     """The whole traceback."""
     echo: bool
     """It only says that a peer is gone, so it is never the cause."""
+    plain: bool = False
+    """The message says everything: a traceback would only bury it."""
 
 
 def report(exception: BaseException) -> bool:
@@ -108,12 +113,14 @@ def _describe(slot: int, exception: BaseException) -> Report:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(tb)]
     message = str(exception)
+    plain = bool(getattr(kind, PLAIN, False))
     echo = isinstance(exception, (RuntimeError, ConnectionError)) and any(e in message.lower() for e in _ECHOES)
     return Report(
         slot=slot,
         when=time.monotonic(),
         summary=f"{name}: {message.splitlines()[0] if message else ''}".rstrip(": "),
         signature="|".join([name, *places]),
-        text="".join(traceback.format_exception(kind, exception, tb)),
+        text=message if plain else "".join(traceback.format_exception(kind, exception, tb)),
         echo=echo,
+        plain=plain,
     )

@@ -51,8 +51,13 @@ class Batches:
 
         return restore
 
-    def training(self, trainer: Trainer, batch: Any) -> Any:
+    def training(self, trainer: Trainer, batch: Any, batch_idx: int) -> Any:
         """The batch to train on. Collective over all members in the first steps and where batches may differ in size.
+
+        Args:
+            trainer: The running trainer.
+            batch: What this rank's dataloader gave.
+            batch_idx: Its number in the epoch.
 
         Raises:
             PeerMismatchError: If tensor-parallel peers hold different batches.
@@ -60,7 +65,7 @@ class Batches:
         """
         topology, samples = self._generation().topology, None
         if len(topology.live_replicas) < len(topology.replicas):
-            batch, samples = self._complete(trainer, batch)
+            batch, samples = self._complete(trainer, batch, batch_idx)
         self.check(trainer, "training", batch)
         self._share = self._weigh(trainer, batch, samples)
         return batch
@@ -78,12 +83,12 @@ class Batches:
             engine.check_same_batch(batch, self._generation(), source, everywhere=stage == "training")
             self._checked.add(stage)
 
-    def _complete(self, trainer: Trainer, batch: Any) -> tuple[Any, int | None]:
+    def _complete(self, trainer: Trainer, batch: Any, batch_idx: int) -> tuple[Any, int | None]:
         """This replica's share of the global batch and its number of samples, when a replica is gone."""
         generation, loaders = self._generation(), trainer.train_dataloader
         if self._shared is None or self._shared[0] is not loaders:
             self._shared = (loaders, SharedBatches(loaders))
-        found = self._shared[1].share(trainer.fit_loop.batch_idx, generation.topology, generation.replica)
+        found = self._shared[1].share(batch_idx, generation.topology, generation.replica)
         return (batch, None) if found is None else (private.prepare_batch(trainer, found[0]), found[1])
 
     def _weigh(self, trainer: Trainer, batch: Any, samples: int | None) -> float | engine.LossWeight:

@@ -37,12 +37,23 @@ class ReplicaCollectives:
         self._generation, self._operations, self._transaction = generation, operations, transaction
 
     def barrier(self) -> None:
-        def wait() -> None:
-            generation = self._generation()
-            devices = [generation.device.index] if generation.device.type == "cuda" else None
-            dist.barrier(group=generation.world, device_ids=devices)
+        self._run("barrier", self._wait)
 
-        self._run("barrier", wait)
+    def gather_for_rank_zero(self, gather: Callable[[], T]) -> T:
+        """Gather on rank 0, from some ranks; once more if anybody dies before all have done their part.
+
+        Args:
+            gather: Called on all ranks; leaves everything as it is.
+        """
+        gathered: list[T] = []
+
+        def attempt() -> None:
+            gathered[:] = [gather()]
+            # who passes it knows that all have gathered; and what is gathered may be too much for a join record
+            self._wait()
+
+        self._run("gathering for a checkpoint", attempt)
+        return gathered[0]
 
     def broadcast(self, obj: T, src: int) -> T:
         def send() -> T:
@@ -73,10 +84,12 @@ class ReplicaCollectives:
 
         return self._run("reduce", reduced)
 
-    def decide(self, decision: bool, all_: bool) -> bool:
+    def decide(self, decision: bool | Callable[[], bool], all_: bool) -> bool:
+        """See :meth:`NTPStrategy.reduce_boolean_decision`; a function is asked again when the vote is repeated."""
+
         def decided() -> bool:
             generation = self._generation()
-            vote = torch.tensor(int(decision), device=generation.device)
+            vote = torch.tensor(int(decision() if callable(decision) else decision), device=generation.device)
             operation = dist.ReduceOp.MIN if all_ else dist.ReduceOp.MAX
             dist.all_reduce(vote, op=operation, group=generation.world)
             return bool(vote)
@@ -89,6 +102,11 @@ class ReplicaCollectives:
             return gather_with_gradient(tensor, self._generation())
         own = tensor.detach()
         return self._run("all_gather", lambda: torch.stack(gather_from_replicas(own, self._generation())))
+
+    def _wait(self) -> None:
+        generation = self._generation()
+        devices = [generation.device.index] if generation.device.type == "cuda" else None
+        dist.barrier(group=generation.world, device_ids=devices)
 
     def _check(self, what: str) -> Transaction | None:
         transaction = self._transaction()

@@ -22,19 +22,22 @@ class DeferredRows:
     def __init__(self, is_open: Callable[[], bool]) -> None:
         self._is_open = is_open
         self._rows: list[Callable[[], Any]] = []
-        self._loggers: list[Logger] = []
+        self._loggers: list[tuple[Logger, Any]] = []
 
     def install(self, loggers: Iterable[Logger]) -> None:
         """Stand before these loggers."""
         for logger in loggers:
-            self._loggers.append(logger)
+            self._loggers.append((logger, logger.__dict__.get("log_metrics")))
             logger.log_metrics = partial(self._log, logger.log_metrics)  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
         """Write what is left, and go away."""
         self.write()
-        for logger in self._loggers:
-            logger.__dict__.pop("log_metrics", None)
+        for logger, before in self._loggers:
+            if before is None:
+                logger.__dict__.pop("log_metrics", None)
+            else:
+                logger.log_metrics = before  # type: ignore[method-assign]
         self._loggers = []
 
     def remember(self) -> Callable[[], None]:

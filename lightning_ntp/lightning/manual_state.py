@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.registered_state import RegisteredState, RegisteredStateCopy
 
 
 class ManualState:
@@ -21,6 +22,7 @@ class ManualState:
         parameters: Its parameters.
         optimizers: Its optimizers.
         schedulers: Its learning-rate schedulers.
+        registered: More state per parameter, which may change with it.
     """
 
     def __init__(
@@ -29,7 +31,10 @@ class ManualState:
         parameters: Sequence[nn.Parameter],
         optimizers: Iterable[Optimizer],
         schedulers: Iterable[Any],
+        registered: RegisteredState | None = None,
     ) -> None:
+        self._registered = registered
+        self._registered_copy: RegisteredStateCopy | None = None
         self._requires_grad = [(p, p.requires_grad) for p in parameters]
         self._toggled = private.remember_toggled(module)
         self._options = [(o, [_options(group) for group in o.param_groups]) for o in optimizers]
@@ -38,6 +43,8 @@ class ManualState:
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to change its parameters."""
+        if self._registered is not None and self._registered_copy is None:
+            self._registered_copy = self._registered.copy()
         if optimizer not in self._updated:
             self._updated[optimizer] = _OptimizerCopy(optimizer)
 
@@ -46,6 +53,9 @@ class ManualState:
         for optimizer, copy in self._updated.items():
             copy.restore(optimizer)
         self._updated = {}
+        if self._registered_copy is not None:
+            self._registered_copy.restore()
+            self._registered_copy = None
         for optimizer, groups in self._options:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(_options(options))

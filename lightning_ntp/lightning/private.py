@@ -254,6 +254,11 @@ def patch_after_closure(plugin: Precision, vote: Callable[[], None]) -> Callable
     return undo
 
 
+def dump_checkpoint(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
+    """The content of a checkpoint. 2.6.6: ``Trainer.save_checkpoint`` calls this, then ``strategy.save_checkpoint``."""
+    return trainer._checkpoint_connector.dump_checkpoint(weights_only)
+
+
 def prepare_batch(trainer: Trainer, batch: Any) -> Any:
     """Bring a fetched batch to the device as the training loop does.
 

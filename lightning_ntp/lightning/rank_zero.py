@@ -16,7 +16,6 @@ import csv
 import os
 import tempfile
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,40 +50,16 @@ def remember_rows(trainer: Trainer) -> None:
     """Let this rank remember what is logged in the newest step. Call it on all ranks when the trainer is set up.
 
     From then on rank 0 writes CSV and TensorBoard files out at every call: what only its memory holds dies with it.
+    Others may stand before the logger afterwards, if they put back what they found.
     """
     for logger in trainer.loggers:
-        if _rows_of(logger) is None:
-            logger.log_metrics = _Rows(trainer, logger)  # type: ignore[method-assign]
+        rows = _rows_of(logger)
+        if rows is None:
+            rows = logger._ntp_rows = _Rows(trainer, logger)  # type: ignore[attr-defined]
+            logger.log_metrics = rows  # type: ignore[method-assign]
+        rows.trainer = trainer
         if isinstance(logger, FabricCSVLogger) and logger._experiment is not None:
             _rewrite_atomically(logger._experiment)
-
-
-def snapshot_rows(trainer: Trainer) -> Callable[[], None]:
-    """Note what is logged by now. The function returned undoes what was logged since, before a step is replayed.
-
-    Costs nothing worth mentioning, and so does undoing where nothing was logged: rows are usually logged after a step.
-    Only calls like ``self.logger.log_metrics(...)`` inside of ``training_step`` are undone; of TensorBoard's files only
-    what :func:`take_over_rank_zero` can.
-    """
-    kept = ("highest", "before", "newest", "at")
-    noted = [
-        (rows, rows.count, {name: copy(getattr(rows, name)) for name in kept})
-        for rows in map(_rows_of, trainer.loggers)
-        if rows is not None
-    ]
-
-    def undo() -> None:
-        for rows, count, others in noted:
-            surplus = rows.count - count
-            if not surplus:
-                continue
-            rows.count = count
-            rows.__dict__.update({name: copy(value) for name, value in others.items()})
-            writer = rows.logger._experiment if isinstance(rows.logger, FabricCSVLogger) else None
-            if writer is not None and trainer.is_global_zero:
-                _cut_rows(Path(writer.metrics_file_path), surplus)
-
-    return undo
 
 
 def take_over_rank_zero(trainer: Trainer) -> None:
@@ -145,8 +120,7 @@ class _Rows:
 
 
 def _rows_of(logger: Logger) -> _Rows | None:
-    rows = logger.__dict__.get("log_metrics")
-    return rows if isinstance(rows, _Rows) else None
+    return getattr(logger, "_ntp_rows", None)
 
 
 def _steps(rows: list[_Row]) -> list[int]:
@@ -212,12 +186,6 @@ def _cut(path: Path, goes: Callable[[int, int | None], bool]) -> tuple[list[str]
     if end < len(data):
         os.truncate(path, end)
     return columns, kept
-
-
-def _cut_rows(path: Path, count: int) -> None:
-    """Cut off the last ``count`` rows."""
-    total = _cut(path, lambda kept, step: False)[1]
-    _cut(path, lambda kept, step: kept > total - count)
 
 
 def _rewrite_atomically(writer: FabricWriter) -> None:

@@ -24,7 +24,15 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ntp import engine
-from lightning_ntp.comm import Generation, GradientSync, Runtime, broadcast_start, gather_full, runtime
+from lightning_ntp.comm import (
+    Generation,
+    GradientSync,
+    Runtime,
+    ShardedState,
+    broadcast_start,
+    gather_full,
+    runtime,
+)
 from lightning_ntp.launch import RankIdentity, is_rank
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
@@ -40,6 +48,7 @@ from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
+from lightning_ntp.lightning.registered_state import RegisteredState, full_state, local_state
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.survival import Survival
 from lightning_ntp.lightning.transaction import Transaction
@@ -135,6 +144,9 @@ class NTPStrategy(ParallelStrategy):
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
         self._survival: Survival | None = None
+        self._registered = RegisteredState()
+        self._gathered = (0, "")
+        """The identity of the last state dict, and the generation that it was gathered in."""
         self._operations = engine.Operations(lambda: self._survival)
         self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
         self._batches = Batches(lambda: self.generation)
@@ -310,12 +322,13 @@ class NTPStrategy(ParallelStrategy):
             self.sharded,
             self.policy,
             self._operations,
-            lambda: [optimizer.state for optimizer in self.optimizers],
+            lambda: [*(optimizer.state for optimizer in self.optimizers), *self._registered],
             self._vote,
             self._remember_step,
             self._follow_change,
             self.root_device,
         )
+        self._survival.transaction.registered = self._registered
         self._survival.install()
 
     def _follow_change(self) -> None:
@@ -382,9 +395,15 @@ class NTPStrategy(ParallelStrategy):
         return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
 
     def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        batch = self._batches.training(self.lightning_module.trainer, batch)
+        assert self.lightning_module is not None and self._transaction is not None
+        batch = self._batches.training(self.lightning_module.trainer, batch, self._transaction.batch_idx)
         return super().training_step(batch, *args, **kwargs)
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._survival is not None:
+            # a rank that died in the update before is noticed here: evaluation itself has no way back
+            self.barrier("validation")
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -485,13 +504,15 @@ class NTPStrategy(ParallelStrategy):
 
     def _remember_step(self) -> Callable[[], None]:
         """Remember what a step changes here: a replay must enter the same collectives again, on all ranks."""
-        assert self._sync is not None and self._first_steps is not None
-        local = set(self._sync.local)
+        assert self._sync is not None and self._first_steps is not None and self._transaction is not None
+        # of a later micro-batch: what the replay of the earlier ones has made it, in whatever layout it ran
+        local = set(self._sync.local) if self._transaction.at_start else None
         others = (self._batches.remember(), self._first_steps.remember())
 
         def restore() -> None:
             assert self._sync is not None
-            self._sync.local = set(local)
+            if local is not None:
+                self._sync.local = set(local)
             for put_back in others:
                 put_back()
 
@@ -565,7 +586,10 @@ class NTPStrategy(ParallelStrategy):
         if self.sharded is None:
             assert self.lightning_module is not None
             return self.lightning_module.state_dict()
-        return checkpoints.full_state_dict(self.sharded, self.generation)
+        sharded = self.sharded
+        state = self._collectives.gather_for_rank_zero(lambda: checkpoints.full_state_dict(sharded, self.generation))
+        self._gathered = (id(state), self.generation.name)
+        return state
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -583,13 +607,68 @@ class NTPStrategy(ParallelStrategy):
         """The optimizer's unsharded state dict on rank 0, empty elsewhere. Call it on all ranks."""
         assert self.sharded is not None
         inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the real one
-        return checkpoints.full_optimizer_state(self.sharded, inner, self.generation)
+        sharded = self.sharded
+        return self._collectives.gather_for_rank_zero(
+            lambda: checkpoints.full_optimizer_state(sharded, inner, self.generation)
+        )
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        assert self.lightning_module is not None
+
+        def is_gone() -> bool:
+            state, generation = self._gathered
+            return state == id(checkpoint.get("state_dict")) and generation != self.generation.name
+
+        while self._runtime is not None and self._collectives.decide(is_gone, all_=False):
+            # a rank was lost since: rank 0 may be another one, with nothing to save
+            weights_only = "optimizer_states" not in checkpoint
+            checkpoint = private.dump_checkpoint(self.lightning_module.trainer, weights_only)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.sharded is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(checkpoints.local_optimizer_state(self.sharded, optimizer, state))
+
+    def register_state(self, state: ShardedState) -> Callable[[], None]:
+        """Let state per parameter outside of the optimizers, such as moving averages, move when shards move.
+
+        Change it where parameters change, in a hook on the optimizer's step (``register_step_post_hook``): what is
+        changed elsewhere may be moved between a parameter's update and its own. Registered until the fit ends.
+
+        Args:
+            state: Parameter -> name -> tensor of the shape that the parameter has on this rank (or a single number).
+                Tensors are replaced in it when shards move: look them up at each use. The same parameters and names on
+                all ranks. Call it in ``on_fit_start`` or later.
+
+        Returns:
+            A function that takes it out again.
+
+        Raises:
+            RuntimeError: Before the model is cut.
+            ValueError: If a key is no parameter of the module, or a tensor has another shape than its shard.
+        """
+        if self.sharded is None:
+            raise RuntimeError("register_state() was called before the model is cut: call it in on_fit_start or later")
+        self._registered.add(self.sharded, state)
+        return lambda: self._registered.remove(state)
+
+    def full_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """State as in :meth:`register_state`, unsharded and by parameter name, on rank 0. Call it on all ranks."""
+        assert self.sharded is not None
+        sharded = self.sharded
+        return self._collectives.gather_for_rank_zero(lambda: full_state(sharded, state, self.generation))
+
+    def local_state(self, full: Mapping[str, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+        """Cut what :meth:`full_state` has put together to this rank's shards.
+
+        Raises:
+            ValueError: If it has a name that is no parameter.
+        """
+        assert self.sharded is not None
+        return local_state(self.sharded, full)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The unsharded gradients by parameter name on rank 0, empty elsewhere. Call it on all ranks."""
@@ -616,6 +695,7 @@ class NTPStrategy(ParallelStrategy):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
+        self._registered.clear()
         if self._survival is not None:
             self._survival.uninstall()
         if self._sync is not None:

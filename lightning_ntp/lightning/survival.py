@@ -59,7 +59,7 @@ class Survival:
         device: torch.device,
     ) -> None:
         self._trainer, self._runtime, self._follow = trainer, current, follow
-        self._began = 0.0
+        self._replaying_since: float | None = None
         self.engine = engine.RecoveryEngine(current, model, states, policy, self._changed)
         self.engine.describe = operations.record
         self.transaction = Transaction(trainer, self, vote, remember, device)
@@ -83,6 +83,9 @@ class Survival:
     @committed.setter
     def committed(self, steps: int) -> None:
         self.engine.committed = steps
+        if self._replaying_since is not None:
+            seconds, self._replaying_since = time.monotonic() - self._replaying_since, None
+            self.events.write("replay", step=steps - 1, seconds=seconds)
 
     @property
     def ready(self) -> bool:
@@ -93,7 +96,6 @@ class Survival:
         self.engine.ready = ready
 
     def agree(self, error: Interrupted) -> engine.Outcome:
-        self._began = time.monotonic()
         outcome: engine.Outcome = self._or_leave(lambda: self.engine.agree(error))
         if outcome is engine.Outcome.FORWARD:
             self.events.write("forward", step=self.committed)
@@ -115,7 +117,7 @@ class Survival:
     def _leave(self, reason: str) -> NoReturn:
         """Leave the job for good. The others go on; no callback of this rank may run any more."""
         log.warning("slot %d leaves the job: %s", self._runtime.slot, reason)
-        runtime.shutdown(reason)
+        runtime.shutdown(reason, others_go_on=True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -133,8 +135,8 @@ class Survival:
             if path and os.path.exists(path)
         ]
         if not paths:
-            return "there is no checkpoint yet"
-        return f"the newest checkpoint is {max(paths, key=os.path.getmtime)}"
+            return "this run has saved none"
+        return f"newest checkpoint: {max(paths, key=os.path.getmtime)}"
 
     def _changed(self, change: engine.Change) -> None:
         """The members have changed and the shards have moved: everything that knew the old generation follows."""
@@ -153,3 +155,5 @@ class Survival:
             hook = getattr(listener, "on_topology_change", None)
             if hook is not None:
                 hook(change)
+        if self.transaction.open:
+            self._replaying_since = time.monotonic()

@@ -24,6 +24,7 @@ from lightning_ntp.engine.recovery import Outcome
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.manual_state import ManualState
+from lightning_ntp.lightning.registered_state import RegisteredState
 from lightning_ntp.lightning.snapshot import Restore, SnapshotRecorder
 from lightning_ntp.lightning.window import Entry, ReplayClosure, Window
 
@@ -85,6 +86,8 @@ class Transaction:
         self._undo: list[Callable[[], None]] = []
         self.in_update = False
         """Between the vote and the end of the update: no collective may start."""
+        self.registered: RegisteredState | None = None
+        """State per parameter that optimizer steps change, besides the optimizers' own."""
         self.replays = 0
         """How often a step was begun again."""
 
@@ -92,6 +95,19 @@ class Transaction:
     def open(self) -> bool:
         """Whether a step is under way: an interruption now is recovered from by replay."""
         return self._window is not None
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the next micro-batch is the first of a step."""
+        return self._window is None or not self._window.entries
+
+    @property
+    def batch_idx(self) -> int:
+        """The number in the epoch of the batch that is worked on: in a replay, not the trainer's newest."""
+        window = self._window
+        if window is None or window.position >= len(window.entries):
+            return int(self._trainer.fit_loop.batch_idx)
+        return window.entries[window.position].batch_idx
 
     def install(self) -> None:
         """Take over the steps of a fit."""
@@ -167,7 +183,8 @@ class Transaction:
         if self._trainer.lightning_module.automatic_optimization:
             return run()
         snapshot = self._recorder.take()  # first: it knows the parameters
-        window = self._window = Window([Entry(None, snapshot)], manual=self._manual_state())
+        entry = Entry(None, snapshot, self._trainer.fit_loop.batch_idx)
+        window = self._window = Window([entry], manual=self._manual_state())
 
         def once() -> T:
             self._swallowed = None
@@ -221,7 +238,7 @@ class Transaction:
         window = self._window_of(closure)
         position = window.position
         if position == len(window.entries):
-            window.entries.append(Entry(closure, self._recorder.take()))
+            window.entries.append(Entry(closure, self._recorder.take(), self._trainer.fit_loop.batch_idx))
             replaying = False
         else:
             replaying = True
@@ -270,7 +287,9 @@ class Transaction:
     def _manual_state(self) -> ManualState:
         trainer = self._trainer
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        return ManualState(trainer.lightning_module, self._recorder.parameters, trainer.optimizers, schedulers)
+        return ManualState(
+            trainer.lightning_module, self._recorder.parameters, trainer.optimizers, schedulers, self.registered
+        )
 
     def _before_manual_update(self, optimizer: Optimizer, *_: Any) -> None:
         if self._window is not None and self._window.manual is not None:

@@ -64,6 +64,8 @@ class Entry:
     closure: ReplayClosure | None
     """None in manual optimization."""
     snapshot: Snapshot
+    batch_idx: int
+    """The number of its batch in the epoch."""
 
 
 @dataclass(eq=False)

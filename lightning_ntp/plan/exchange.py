@@ -120,7 +120,7 @@ def _cached(
                 if not everyone:
                     senders = (receiver if receiver in senders else least_loaded(senders, sent),)
                 # where every unit has one owner, a stretch that lies alike on both sides is one piece
-                length = _stretch(old.owned[senders[0]], places[senders[0]][unit], units, place) if alone else 1
+                length = stretch(old.owned[senders[0]], places[senders[0]][unit], units, place) if alone else 1
                 for sender in senders:
                     source = old_base.get(sender, 0) + places[sender][unit] * size
                     pieces.add(sender, receiver, source, base + place * size, length * size)
@@ -161,7 +161,7 @@ class Pieces:
         )
 
 
-def _stretch(one: Sequence[int], start: int, other: Sequence[int], begin: int) -> int:
+def stretch(one: Sequence[int], start: int, other: Sequence[int], begin: int) -> int:
     """How many units from ``start`` in one holding equal those from ``begin`` in the other."""
     length, limit = 0, min(len(one) - start, len(other) - begin)
     while length < limit and one[start + length] == other[begin + length]:

@@ -33,7 +33,8 @@ class Entry:
     reason: str = ""
     """For people: "SIGKILL", "finished", the error behind a retry."""
     round: int = 0
-    """``commit``: the round that everybody has joined. ``retry``: the commit of the generation that failed."""
+    """``commit``: the round that everybody has joined. ``retry``: the commit of the generation that failed. ``left``:
+    the commit of the generation that ends with it; 0 if nobody waits for who leaves."""
     at: float = 0.0
     """``time.monotonic()`` of the writer, in seconds: comparable on one machine."""
     nonce: str = ""
@@ -149,8 +150,8 @@ class Roster:
             seen,
             members={slot: uid for slot, uid in self.members.items() if slot != entry.slot},
             change=seen.position,
-            # who leaves in good order has finished its collectives; nobody needs to be woken
-            broken=seen.position if entry.kind == "dead" else self.broken,
+            # who leaves at the end has finished its collectives; nobody needs to be woken
+            broken=seen.position if entry.kind == "dead" or entry.round else self.broken,
             departures=(*self.departures, Departure(entry.slot, entry.uid, entry.kind, entry.reason, entry.at)),
             retries=(),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lightning_ntp.plan.exchange import Exchange, Pieces, least_loaded
+from lightning_ntp.plan.exchange import Exchange, Pieces, least_loaded, stretch
 from lightning_ntp.plan.layout import Layout
 from lightning_ntp.plan.sharding import Sharding
 from lightning_ntp.plan.topology import Topology, TopologyError
@@ -52,10 +52,14 @@ def plan_reshard(before: Topology, after: Topology, sharding: Sharding, gone: It
             continue
         target = 0
         for segment, (units, size) in enumerate(zip(needs, sharding.unit_sizes, strict=True)):
-            for unit in units:
-                sender, source = sources.choose(slot, replica, segment, unit)
-                pieces.add(sender, slot, source, target, size)
-                target += size
+            place = 0
+            while place < len(units):
+                # what stays is most of it, and lies alike on both sides: one piece instead of one per unit
+                length = max(1, sources.kept(slot, segment, units, place))
+                sender, source = sources.choose(slot, replica, segment, units[place])
+                pieces.add(sender, slot, source, target, length * size)
+                target += length * size
+                place += length
     return pieces.exchange()
 
 
@@ -78,6 +82,15 @@ class _Sources:
             return None
         replica, index = self._places[slot]
         return tuple(layout.owned[index] for layout in self._layouts[replica])
+
+    def kept(self, slot: int, segment: int, units: Sequence[int], place: int) -> int:
+        """How many of ``units`` from ``place`` on the slot holds itself, one behind the other."""
+        if slot not in self._places:
+            return 0
+        replica, index = self._places[slot]
+        layout = self._layouts[replica][segment]
+        start = layout.positions[index].get(units[place])
+        return 0 if start is None else stretch(layout.owned[index], start, units, place)
 
     def choose(self, receiver: int, replica: int, segment: int, unit: int) -> tuple[int, int]:
         """The slot that gives ``receiver`` a unit, and the element at which the unit starts there."""

@@ -101,6 +101,8 @@ class Crew:
         self._hosts: list[_Process] = []
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        # torch asks the name server who 127.0.0.1 is for each connection to a store; a lost packet costs 5 s otherwise.
+        environment["RES_OPTIONS"] = "timeout:1 attempts:1"
         environment.pop("PYTEST_CURRENT_TEST", None)
         self._log = open(self.directory / "server", "wb")  # noqa: SIM115
         self._server = subprocess.Popen(

@@ -49,6 +49,17 @@ def test_random_states_are_collected_and_set_as_dicts() -> None:
     assert torch.equal(torch.get_rng_state(), states["torch"])
 
 
+def test_a_checkpoint_is_dumped_before_the_strategy_saves_it() -> None:
+    code = source(pl.Trainer.save_checkpoint)
+    dumped = "checkpoint=self._checkpoint_connector.dump_checkpoint(weights_only)"
+    assert code.index(dumped) < code.index("self.strategy.save_checkpoint(checkpoint,filepath")
+    # by this a repeated dump knows what was asked for, and what rank 0 has of the model
+    connector = importlib.import_module("lightning.pytorch.trainer.connectors.checkpoint_connector")
+    code = source(connector._CheckpointConnector.dump_checkpoint)
+    assert '"state_dict":self._get_lightning_module_state_dict()' in code
+    assert "ifnotweights_only:" in code and 'checkpoint["optimizer_states"]=' in code
+
+
 def test_worker_seeds_depend_on_the_rank_given() -> None:
     assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
     connector = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
@@ -231,6 +242,7 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_backward_fn",
         "_current_fx_name",
         "_logger_connector",
+        "_checkpoint_connector",
         "_make_closure",
         "_optimizer_step",
         "_param_requires_grad_state",

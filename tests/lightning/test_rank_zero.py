@@ -33,7 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_ntp.lightning.rank_zero import (
     remember_rows,
     share_logger_versions,
-    snapshot_rows,
     take_over_rank_zero,
 )
 
@@ -290,29 +289,6 @@ def test_all_ranks_go_by_the_versions_of_rank_zero(tmp_path: Path) -> None:
     share_logger_versions(survivor, lambda versions: told[0])
     assert [logger.version for logger in survivor.loggers] == [2, 2]
     assert survivor.loggers[0].log_dir == rank_zero.loggers[0].log_dir
-
-
-def test_a_replayed_step_does_not_log_twice(tmp_path: Path) -> None:
-    class Direct(Net):
-        replays = 0
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            undo = snapshot_rows(self.trainer)
-            for attempt in range(2 if self.trainer.global_step in (2, 5) and self.replays else 1):
-                if attempt:
-                    undo()
-                assert self.logger is not None
-                self.logger.log_metrics({"direct": float(batch_idx)}, step=self.trainer.global_step)
-            return super().training_step(batch, batch_idx)
-
-    once, twice = Direct(), Direct()
-    twice.replays = 1
-    run(0, [CSVLogger(tmp_path / "once", version=0)], module=once)
-    run(0, [CSVLogger(tmp_path / "twice", version=0)], module=twice)
-    names = (tmp_path / name / "lightning_logs/version_0/metrics.csv" for name in ("once", "twice"))
-    rows, again = map(rows_of, names)
-    assert rows == again
-    assert sum("direct" in row for row in rows) == STEPS
 
 
 # ---- progress bars ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,297 @@
+"""Training jobs in which ranks die: what the ranks run, and what is compared with the undisturbed run.
+
+Every job is data (:class:`Job`), so that it can be sent to the ranks and run a second time without its faults.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.harness import Outcome, World
+from tests.lightning.rigs import EndState, assert_same, slot
+from tests.recovery import points
+from tests.recovery.models import CONTEXT, HIDDEN, MODULES
+
+Worlds = Callable[..., World]
+
+EXACT = 1e-9
+"""float64, relative to a tensor's largest value: sums in another order, and nothing else."""
+PER_REPLICA = 2
+TIMEOUT = 90.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job and its faults.
+
+    Args:
+        degrees: Of the replicas at launch.
+        faults: (slot, step, phase) for :class:`~lightning_ntp.callbacks.FaultInjector`; every one kills.
+        deaths: (slot, point, number): the process kills itself when it comes to a point of the recovery for the
+            number-th time, see :mod:`tests.recovery.points`.
+        module: Name of the module, see :data:`tests.recovery.models.MODULES`.
+        batches, epochs: How long it trains.
+        strategy: Settings of NTPStrategy.
+        trainer: Settings of the Trainer.
+        settings: Of the module.
+    """
+
+    degrees: tuple[int, ...]
+    faults: tuple[tuple[int, int, str], ...] = ()
+    deaths: tuple[tuple[int, str, int], ...] = ()
+    module: str = "automatic"
+    batches: int = 4
+    epochs: int = 2
+    strategy: dict[str, Any] = field(default_factory=dict)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def samples(self) -> int:
+        """Samples of one epoch."""
+        return len(self.degrees) * PER_REPLICA * self.batches
+
+    @property
+    def victims(self) -> set[int]:
+        return {fault[0] for fault in self.faults} | {death[0] for death in self.deaths}
+
+
+class Samples(Dataset[tuple[Tensor, Tensor, int]]):
+    """Sequences, targets, and the number of the sample."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self._x = torch.randn(count, CONTEXT, HIDDEN, generator=generator, dtype=torch.float64)
+        self._y = torch.randn(count, 2, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return self._x[index], self._y[index], index
+
+
+class Ledger(Callback):
+    """Notes what a committed step has trained on and logged, in memory and, for those who die, in a file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / f"ledger-{slot()}"
+        self._step = 0
+        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
+        self.changes: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(outputs, dict) and "loss" in outputs:
+            self.losses.append(float(outputs["loss"]))
+        self.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+        if trainer.global_step > self._step:
+            self._step = trainer.global_step
+            self._write(trainer, module, "committed")
+            module.ids.clear()
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
+        self._write(trainer, module, "tried")
+
+    def _write(self, trainer: Trainer, module: Any, what: str) -> None:
+        line = {
+            "what": what,
+            "epoch": trainer.current_epoch,
+            "step": self._step + (what == "tried"),
+            "replica": trainer.strategy.replica,
+            "ids": [i for part in module.ids.values() for i in part],
+        }
+        with open(self._file, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.strategy.assert_copies_equal()
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+    def on_topology_change(self, change: Any) -> None:
+        self.changes.append(change)
+
+
+def train(job: Job, directory: str) -> dict[str, Any]:
+    """One rank's part."""
+    from lightning_ntp import NTPStrategy
+    from lightning_ntp.callbacks import FaultInjector
+
+    points.install([death[1:] for death in job.deaths if death[0] == slot()])
+    torch.manual_seed(3)
+    module = MODULES[job.module](**job.settings)
+    end, ledger = EndState(), Ledger(Path(directory))
+    faults = [{"kind": "kill", "slot": s, "step": step, "phase": phase} for s, step, phase in job.faults]
+    options: dict[str, Any] = {"precision": "64-true"} if "plugins" not in job.trainer else {}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=sum(job.degrees),
+        strategy=NTPStrategy(degrees=job.degrees, timeout=30, **job.strategy),
+        **{
+            "max_epochs": job.epochs,
+            "log_every_n_steps": 1,
+            "logger": CSVLogger(directory, name="", version="rows", flush_logs_every_n_steps=1),
+            "default_root_dir": directory,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **options,
+            **job.trainer,
+        },
+        callbacks=[*module.extra_callbacks(directory), end, ledger, FaultInjector(faults)],
+    )
+    trainer.fit(module, DataLoader(Samples(job.samples), batch_size=PER_REPLICA, shuffle=True))
+    found = {
+        "losses": ledger.losses,
+        "logged": ledger.logged,
+        "steps": trainer.global_step,
+        "rank": trainer.global_rank,
+        "world": trainer.world_size,
+        "degrees": trainer.strategy.topology.degrees,
+        "changes": len(ledger.changes),
+        "bytes": sum(c.moved_bytes for c in ledger.changes),
+        "parameters": end.parameters,
+        "optimizers": end.optimizers,
+    }
+    return found
+
+
+@dataclass
+class Result:
+    """What a job has left behind."""
+
+    outcomes: list[Outcome]
+    directory: Path
+
+    @property
+    def survivors(self) -> dict[int, dict[str, Any]]:
+        return {o.slot: o.value for o in self.outcomes if o.state == "returned"}
+
+    @property
+    def first(self) -> dict[str, Any]:
+        """The lowest survivor's: it is rank 0 at the end."""
+        return self.survivors[min(self.survivors)]
+
+    def rows(self) -> list[dict[str, str]]:
+        """The logger's rows."""
+        with open(self.directory / "rows" / "metrics.csv", newline="") as file:
+            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+
+    def samples(self) -> dict[int, list[int]]:
+        """By epoch the samples that committed steps were made of."""
+        paths = sorted(self.directory.glob("ledger-*"))
+        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        seen: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for entry in lines:
+            if entry["what"] == "committed":
+                parts = seen.setdefault((entry["epoch"], entry["step"]), {})
+                known = parts.setdefault(entry["replica"], entry["ids"])
+                assert known == entry["ids"], f"tensor-parallel peers trained on other samples: {known}, {entry}"
+        for entry in lines:
+            # a replica that died in its update had voted; if the step was begun again, others have its samples
+            parts = seen.get((entry["epoch"], entry["step"]), {})
+            if entry["replica"] not in parts and not {*entry["ids"]} & {i for part in parts.values() for i in part}:
+                parts[entry["replica"]] = entry["ids"]
+        epochs: dict[int, list[int]] = {}
+        for (epoch, _), parts in sorted(seen.items()):
+            epochs.setdefault(epoch, []).extend(i for part in parts.values() for i in part)
+        return epochs
+
+
+def run(world: Worlds, job: Job, directory: Path, timeout: float = TIMEOUT) -> Result:
+    """Run a job in processes of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    ranks = world(sum(job.degrees), fresh=bool(job.victims))
+    return Result(ranks.start(train, job, str(directory)).survive(timeout), directory)
+
+
+_undisturbed: dict[str, Result] = {}
+
+
+def undisturbed(world: Worlds, job: Job, directory: Path) -> Result:
+    """The same job without its faults, run once per session."""
+    peaceful = replace(job, faults=(), deaths=())
+    key = repr(peaceful)
+    if key not in _undisturbed:
+        result = run(world, peaceful, directory / f"undisturbed-{len(_undisturbed)}")
+        assert_returned(result, set())
+        _undisturbed[key] = result
+    return _undisturbed[key]
+
+
+def assert_returned(result: Result, dead: set[int]) -> None:
+    """Check that exactly ``dead`` died, by SIGKILL, and all others returned.
+
+    Raises:
+        AssertionError: With every rank's side.
+    """
+    wrong = [o for o in result.outcomes if (o.state, o.exit_code) != (("died", -9) if o.slot in dead else ("returned", None))]
+    assert not wrong, "\n".join(
+        f"--- slot {o.slot}: {o.state} (exit code {o.exit_code})\n{o.error}\n{o.stacks}\n{o.output[-3000:]}"
+        for o in (wrong + [o for o in result.outcomes if o not in wrong])
+    )
+
+
+def survives(
+    world: Worlds,
+    job: Job,
+    directory: Path,
+    degrees: Sequence[int],
+    released: Sequence[int] = (),
+    bound: float = EXACT,
+    dropped: bool = False,
+) -> Result:
+    """Run a job with its faults and check that nobody can tell from its results.
+
+    Args:
+        degrees: Those at the end.
+        released: Healthy slots that leave because their replica is dropped.
+        bound: Relative.
+        dropped: A replica is dropped: values that only it had are not compared, but those over all replicas are.
+    """
+    want = undisturbed(world, job, directory)
+    got = run(world, job, directory / "disturbed")
+    assert_left(got, job.victims, set(released))
+    first = got.first
+    assert (first["rank"], first["world"], tuple(first["degrees"])) == (0, sum(degrees), tuple(degrees))
+    assert first["steps"] == want.first["steps"]
+    assert_same(first["parameters"], want.first["parameters"], bound, "parameters")
+    assert_same(first["optimizers"], want.first["optimizers"], bound, "optimizers")
+    for number, found in got.survivors.items():
+        expected = want.survivors[number]
+        if dropped:
+            compared = [{k: v for k, v in each.items() if k == "all_loss_step"} for each in expected["logged"]]
+            assert_same([{k: e[k] for k in c} for e, c in zip(found["logged"], compared, strict=True)], compared, bound)
+            continue
+        assert_same(found["losses"], expected["losses"], bound, f"losses of slot {number}")
+        assert_same(found["logged"], expected["logged"], bound, f"logged in slot {number}")
+    if not dropped:
+        assert_same(numbers(got.rows()), numbers(want.rows()), 1e-6 if bound < 1e-6 else bound, "rows")
+    for epoch, ids in got.samples().items():
+        assert sorted(ids) == list(range(job.samples)), f"epoch {epoch} trained on {sorted(ids)}"
+    return got
+
+
+def assert_left(result: Result, dead: set[int], released: set[int]) -> None:
+    """As :func:`assert_returned`, where healthy ranks were released too: they have left with exit code 0."""
+    left = {o.slot for o in result.outcomes if (o.state, o.exit_code) == ("died", 0)}
+    if released:
+        assert left == released, [(o.slot, o.state, o.exit_code, o.error, o.output[-2000:]) for o in result.outcomes]
+    assert_returned(Result([o for o in result.outcomes if o.slot not in released], result.directory), dead)
+
+
+def numbers(rows: list[dict[str, str]]) -> list[dict[str, float]]:
+    return [{k: float(v) for k, v in row.items()} for row in rows]
