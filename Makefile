@@ -14,7 +14,7 @@ OUTPUT ?= outputs/gpt
 
 help:
 	@echo "make install  the package with everything for development, into $(VENV)"
-	@echo "make demo     trains a small GPT on CPU with two replicas at degrees (4, 3); about two minutes"
+	@echo "make demo     trains a small GPT on CPU at degrees (4, 3), kills a rank half-way; about two minutes"
 	@echo "make test     every test, or those in TESTS=path"
 	@echo "make chaos    kills ranks in every slot at every point, and the like: about twenty minutes"
 	@echo "make lint     ruff, formatting, types"

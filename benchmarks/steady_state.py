@@ -63,11 +63,12 @@ def show_accounts(size: Size, only: str | None) -> None:
     traffic: dict[Setting, list[Traffic]] = {}
     memory: dict[Setting, list[list[Memory]]] = {}
     for setting in WATCHED:
-        found = _watch(setting, size, ["traffic", "memory"] if only is None else [only])
+        # memory first: the recorder of the traffic leaves some behind
+        found = _watch(setting, size, ["memory", "traffic"] if only is None else [only])
         if only != "memory":
-            traffic[setting] = found[0]
+            traffic[setting] = found[-1]
         if only != "traffic":
-            memory[setting] = [found[-1], *_watch(setting, size.wider(2), ["memory"])]
+            memory[setting] = [found[0], *_watch(setting, size.wider(2), ["memory"])]
     if traffic:
         show_traffic(size, traffic)
     if memory:

@@ -153,10 +153,21 @@ def test_the_script_runs_in_one_process_and_ends_with_a_summary(tmp_path: Path) 
     assert restored.model.max_seq_len == 32
 
 
-def test_the_script_runs_at_two_degrees_at_once_and_saves_the_whole_model(tmp_path: Path) -> None:
-    printed = train("--degrees", "2", "1", "--steps", "4", "--seq-len", "32", output=tmp_path)
-    assert all(printed.count(name) == 1 for name in SUMMARY), printed
+LOSS = """\
+lost slot 1 +in step 2: degrees \\(2, 1\\) -> \\(1, 1\\)
+  moved +[\\d,]+ KiB of weights and moments, from slots 2
+  recovery +[\\d,]+ ms: (detect \\d+ ms, )?agree \\d+ ms, rebuild \\d+ ms, reshard \\d+ ms
+  went on +step 2 was begun again and done \\d+ ms after the death
+"""
+
+
+@pytest.mark.parametrize("fault", [True, False])
+def test_the_script_loses_a_rank_goes_on_and_saves_the_whole_model(fault: bool, tmp_path: Path) -> None:
+    more = [] if fault else ["--no-fault"]
+    printed = train("--degrees", "2", "1", "--steps", "4", "--seq-len", "32", *more, output=tmp_path)
+    assert all(len(re.findall(rf"^ *-* ?{name}", printed, flags=re.MULTILINE)) == 1 for name in SUMMARY), printed
     assert re.search(r"degrees +\(2, 1\)", printed)
+    assert bool(re.search(LOSS, printed)) == ("lost slot" in printed) == fault, printed
     restored = LanguageModel.load_from_checkpoint(tmp_path / "gpt.ckpt")
     assert {n: p.shape for n, p in restored.named_parameters()} == {
         n: p.shape for n, p in LanguageModel(max_seq_len=32).named_parameters()

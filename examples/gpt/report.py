@@ -58,15 +58,19 @@ class Report(pl.Callback):
                 died = event["monotonic"]
             elif event["event"] == "change":
                 change = event
-                slots, degrees = (", ".join(map(str, change[key])) for key in ("lost", "degrees_after"))
-                yield f"lost slot {slots}", f"in step {change['step']}; the degrees are ({degrees}) since"
+                before, after = (tuple(change[f"degrees_{when}"]) for when in ("before", "after"))
+                slots = ", ".join(map(str, change["lost"]))
+                yield f"lost slot {slots}", f"in step {change['step']}: degrees {before} -> {after}"
                 sources = ", ".join(map(str, change["sources"]))
                 yield "  moved", f"{change['bytes'] / 2**10:,.0f} KiB of weights and moments, from slots {sources}"
                 phases = ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in change["seconds"].items())
                 yield "  recovery", f"{sum(change['seconds'].values()) * 1e3:.0f} ms: {phases}"
             elif event["event"] == "replay":
-                after = event["monotonic"] - died
-                yield "  went on", f"step {event['step']} was begun again and done {after * 1e3:.0f} ms after the death"
+                seconds = event["monotonic"] - died
+                yield (
+                    "  went on",
+                    f"step {event['step']} was begun again and done {seconds * 1e3:.0f} ms after the death",
+                )
 
     def print(self, checkpoint: Path, model: LanguageModel) -> None:
         """Print the summary and a sample of ``model``, the whole model on one device."""

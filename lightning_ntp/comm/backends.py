@@ -81,7 +81,7 @@ def build_group(
         nccl = dist.ProcessGroupNCCL(store, place, len(ranks), options)
         group._set_default_backend(kinds.NCCL)
         group.bound_device_id = device
-        group._register_backend(device, kinds.NCCL, nccl)
+        group._register_backend(torch.device(device.type), kinds.NCCL, nccl)
         nccl._set_sequence_number_for_group()
         nccl.eager_connect_single_device(device)
     elif backend == "gloo":

@@ -143,6 +143,8 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def __init__(self, inner: dist.ProcessGroup, life: Life, description: str, sliced: bool) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        if inner.bound_device_id is not None:
+            self.bound_device_id = inner.bound_device_id
         self.life = life
         self.description = description
         self._inner: dist.ProcessGroup | None = inner

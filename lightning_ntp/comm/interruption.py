@@ -27,9 +27,15 @@ class Life:
     Args:
         number: The generation: the position of its commit in the log.
         explain: Turns the error of a collective into the one to raise; may wait for the log to say who died.
+        may_start: Called with a group's description before each of its collectives: raises if none may start now.
     """
 
-    def __init__(self, number: int, explain: Callable[[Life, RuntimeError], RuntimeError]) -> None:
+    def __init__(
+        self,
+        number: int,
+        explain: Callable[[Life, RuntimeError], RuntimeError],
+        may_start: Callable[[str], None] = lambda group: None,
+    ) -> None:
         self.number = number
         self.reason = ""
         self.interrupted = False
@@ -39,7 +45,7 @@ class Life:
         self.interrupted_at = 0.0
         self.over = threading.Event()
         """Set with :attr:`interrupted`, for waiting."""
-        self._explain = explain
+        self._explain, self._may_start = explain, may_start
 
     def interrupt(self, reason: str) -> None:
         """End all collectives. Those that wait notice by themselves."""
@@ -68,6 +74,7 @@ class Life:
             )
         if self.interrupted:
             raise Interrupted(f"a collective was interrupted: {self.reason}")
+        self._may_start(group)
 
     def explain(self, error: RuntimeError) -> RuntimeError:
         """The error to raise when a collective failed with ``error``."""

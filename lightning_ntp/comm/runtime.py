@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -80,6 +80,8 @@ class Runtime:
         self._pid = os.getpid()
         self._seconds: dict[str, float] = {}
         self._changes = 0
+        self.may_start: Callable[[str], None] = lambda group: None
+        """Called before every collective, on any group; raises where none may start."""
         backends.prepare_environment(backend)
         self._guard = StoreGuard(*store, timeout, f"lightning_ntp, slot {slot}")
         self._reaper = Reaper()
@@ -196,7 +198,7 @@ class Runtime:
     def _build(self, name: str, topology: Topology, commit: int) -> bool:
         """Build and install a generation. False if the membership has changed meanwhile, or a group failed to build."""
         membership = self.membership
-        life = Life(commit, membership.explain)
+        life = Life(commit, membership.explain, lambda group: self.may_start(group))
         generation = Generation(
             name,
             topology,

@@ -322,7 +322,7 @@ class NTPStrategy(ParallelStrategy):
             self.sharded,
             self.policy,
             self._operations,
-            lambda: [*(optimizer.state for optimizer in self.optimizers), *self._registered],
+            self._states,
             self._vote,
             self._remember_step,
             self._follow_change,
@@ -330,6 +330,12 @@ class NTPStrategy(ParallelStrategy):
         )
         self._survival.transaction.registered = self._registered
         self._survival.install()
+
+    def _states(self) -> list[ShardedState]:
+        assert self.sharded is not None
+        for optimizer in self.optimizers:
+            checkpoints.check_optimizer_state(self.sharded, optimizer)  # in the first step nobody has looked yet
+        return [*(optimizer.state for optimizer in self.optimizers), *self._registered]
 
     def _follow_change(self) -> None:
         assert self._runtime is not None and self.sharded is not None

@@ -70,8 +70,10 @@ class Survival:
 
     def install(self) -> None:
         self.transaction.install()
+        self._runtime.may_start = lambda group: self.transaction.check_may_communicate(f"a collective on {group}")
 
     def uninstall(self) -> None:
+        self._runtime.may_start = lambda group: None
         self.transaction.uninstall()
 
     # ---- what the transaction asks for --------------------------------------------------------------------------

@@ -6,7 +6,9 @@ Every job is data (:class:`Job`), so that it can be sent to the ranks and run a 
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.harness import Outcome, World
 from tests.lightning.rigs import EndState, assert_same, slot
 from tests.recovery import points
-from tests.recovery.models import CONTEXT, HIDDEN, MODULES
+from tests.recovery.models import CONTEXT, HIDDEN, Automatic
 
 Worlds = Callable[..., World]
 
@@ -40,8 +42,9 @@ class Job:
         faults: (slot, step, phase) for :class:`~lightning_ntp.callbacks.FaultInjector`; every one kills.
         deaths: (slot, point, number): the process kills itself when it comes to a point of the recovery for the
             number-th time, see :mod:`tests.recovery.points`.
-        module: Name of the module, see :data:`tests.recovery.models.MODULES`.
+        module: Class of the module: of :mod:`tests.recovery.models`, or of another one as "module:class".
         batches, epochs: How long it trains.
+        gate: (step, phase) at which all ranks wait for each other and for :func:`killed_together`.
         strategy: Settings of NTPStrategy.
         trainer: Settings of the Trainer.
         settings: Of the module.
@@ -50,9 +53,10 @@ class Job:
     degrees: tuple[int, ...]
     faults: tuple[tuple[int, int, str], ...] = ()
     deaths: tuple[tuple[int, str, int], ...] = ()
-    module: str = "automatic"
+    module: str = "Automatic"
     batches: int = 4
     epochs: int = 2
+    gate: tuple[int, str] | None = None
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +129,34 @@ class Ledger(Callback):
         self.changes.append(change)
 
 
+class Gate(Callback):
+    """At a phase of a step every rank waits until the test opens the gate."""
+
+    def __init__(self, directory: Path, gate: tuple[int, str]) -> None:
+        self._directory, (self._step, self._phase) = directory, gate
+        self._trainer: Trainer | None = None
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer = trainer
+        trainer.strategy.fault_points.append(self._reach)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._reach("data")
+
+    def _reach(self, phase: str) -> None:
+        if phase != self._phase or self._trainer is None or self._trainer.global_step != self._step:
+            return
+        (self._directory / f"at-{slot()}").touch()
+        while not (self._directory / "open").exists():
+            time.sleep(0.005)
+
+
+def _module(name: str) -> type[Automatic]:
+    where, _, what = name.rpartition(":")
+    found: type[Automatic] = getattr(importlib.import_module(where or "tests.recovery.models"), what)
+    return found
+
+
 def train(job: Job, directory: str) -> dict[str, Any]:
     """One rank's part."""
     from lightning_ntp import NTPStrategy
@@ -132,10 +164,11 @@ def train(job: Job, directory: str) -> dict[str, Any]:
 
     points.install([death[1:] for death in job.deaths if death[0] == slot()])
     torch.manual_seed(3)
-    module = MODULES[job.module](**job.settings)
+    module = _module(job.module)(**job.settings)
     end, ledger = EndState(), Ledger(Path(directory))
     faults = [{"kind": "kill", "slot": s, "step": step, "phase": phase} for s, step, phase in job.faults]
-    options: dict[str, Any] = {"precision": "64-true"} if "plugins" not in job.trainer else {}
+    gates = [] if job.gate is None else [Gate(Path(directory), job.gate)]
+    options: dict[str, Any] = {"plugins": module.plugins()} if module.plugins() else {"precision": "64-true"}
     trainer = Trainer(
         accelerator="cpu",
         devices=sum(job.degrees),
@@ -151,7 +184,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, FaultInjector(faults)],
+        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, FaultInjector(faults)],
     )
     trainer.fit(module, DataLoader(Samples(job.samples), batch_size=PER_REPLICA, shuffle=True))
     found = {
@@ -211,11 +244,30 @@ class Result:
         return epochs
 
 
-def run(world: Worlds, job: Job, directory: Path, timeout: float = TIMEOUT) -> Result:
-    """Run a job in processes of its own."""
+def run(
+    world: Worlds,
+    job: Job,
+    directory: Path,
+    timeout: float = TIMEOUT,
+    together: Sequence[int] = (),
+    ranks: Callable[..., Any] = train,
+) -> Result:
+    """Run a job in processes of its own.
+
+    Args:
+        together: Slots to kill at once when all ranks are at the job's gate.
+        ranks: What the ranks run.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    ranks = world(sum(job.degrees), fresh=bool(job.victims))
-    return Result(ranks.start(train, job, str(directory)).survive(timeout), directory)
+    running = world(sum(job.degrees), fresh=True).start(ranks, job, str(directory))
+    if job.gate is not None:
+        deadline = time.monotonic() + timeout
+        while len(list(directory.glob("at-*"))) < sum(job.degrees) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for number in together:
+            running.kill(number)
+        (directory / "open").touch()
+    return Result(running.survive(timeout), directory)
 
 
 _undisturbed: dict[str, Result] = {}
@@ -223,7 +275,7 @@ _undisturbed: dict[str, Result] = {}
 
 def undisturbed(world: Worlds, job: Job, directory: Path) -> Result:
     """The same job without its faults, run once per session."""
-    peaceful = replace(job, faults=(), deaths=())
+    peaceful = replace(job, faults=(), deaths=(), gate=None)
     key = repr(peaceful)
     if key not in _undisturbed:
         result = run(world, peaceful, directory / f"undisturbed-{len(_undisturbed)}")
@@ -238,7 +290,9 @@ def assert_returned(result: Result, dead: set[int]) -> None:
     Raises:
         AssertionError: With every rank's side.
     """
-    wrong = [o for o in result.outcomes if (o.state, o.exit_code) != (("died", -9) if o.slot in dead else ("returned", None))]
+    wrong = [
+        o for o in result.outcomes if (o.state, o.exit_code) != (("died", -9) if o.slot in dead else ("returned", None))
+    ]
     assert not wrong, "\n".join(
         f"--- slot {o.slot}: {o.state} (exit code {o.exit_code})\n{o.error}\n{o.stacks}\n{o.output[-3000:]}"
         for o in (wrong + [o for o in result.outcomes if o not in wrong])
@@ -253,6 +307,7 @@ def survives(
     released: Sequence[int] = (),
     bound: float = EXACT,
     dropped: bool = False,
+    together: Sequence[int] = (),
 ) -> Result:
     """Run a job with its faults and check that nobody can tell from its results.
 
@@ -260,11 +315,12 @@ def survives(
         degrees: Those at the end.
         released: Healthy slots that leave because their replica is dropped.
         bound: Relative.
+        together: Slots to kill at once at the job's gate.
         dropped: A replica is dropped: values that only it had are not compared, but those over all replicas are.
     """
     want = undisturbed(world, job, directory)
-    got = run(world, job, directory / "disturbed")
-    assert_left(got, job.victims, set(released))
+    got = run(world, job, directory / "disturbed", together=together)
+    assert_left(got, job.victims | set(together), set(released))
     first = got.first
     assert (first["rank"], first["world"], tuple(first["degrees"])) == (0, sum(degrees), tuple(degrees))
     assert first["steps"] == want.first["steps"]

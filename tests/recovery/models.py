@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
@@ -59,6 +60,11 @@ class Automatic(LightningModule):
         return {"net.attention": "attention", "net.mlp": "mlp"}
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
+        return []
+
+    @staticmethod
+    def plugins() -> list[Any]:
+        """More for the Trainer: objects that cannot be sent to the ranks."""
         return []
 
     def configure_optimizers(self) -> Any:
@@ -119,4 +125,12 @@ class Manual(Automatic):
         return {"loss": again.detach()}
 
 
-MODULES: dict[str, type[Automatic]] = {"automatic": Automatic, "manual": Manual}
+class Half(Automatic):
+    """Float16 with a scaler that overflows in the first steps and grows soon."""
+
+    def __init__(self) -> None:
+        super().__init__(sgd=True)
+
+    @staticmethod
+    def plugins() -> list[Any]:
+        return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2))]

@@ -32,11 +32,11 @@ def test_mixed_degrees_with_losses_in_each(world: Worlds, first: int, tmp_path: 
 
 
 @pytest.mark.parametrize(("slots", "degrees"), [((1, 2), (2, 4)), ((0, 6), (3, 3)), ((0, 1, 2), (1, 4))])
-@pytest.mark.parametrize("phase", ["backward", "vote"])
-def test_two_ranks_at_once(
+@pytest.mark.parametrize("phase", ["data", "sync", "vote"])
+def test_ranks_that_die_in_the_same_moment(
     world: Worlds, slots: tuple[int, ...], degrees: tuple[int, ...], phase: str, tmp_path: Path
 ) -> None:
-    survives(world, Job((4, 4), tuple((slot, 2, phase) for slot in slots)), tmp_path, degrees)
+    survives(world, Job((4, 4), gate=(2, phase)), tmp_path, degrees, together=slots)
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -54,7 +54,8 @@ def test_a_replica_below_the_smallest_degree_is_dropped(world: Worlds, slot: int
     survives(world, job, tmp_path, degrees, released=[slot ^ 1], dropped=True)
 
 
-def test_a_dropped_replica_in_the_middle_of_a_window(world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["backward", "vote"])
+def test_a_dropped_replica_in_the_middle_of_a_window(world: Worlds, phase: str, tmp_path: Path) -> None:
     """The micro-batches before the one that was interrupted need the lost replica's samples too."""
-    job = Job((1, 2), ((0, 1, "backward"),), trainer={"accumulate_grad_batches": 4}, batches=8)
+    job = Job((1, 2), ((0, 1, phase),), trainer={"accumulate_grad_batches": 4}, batches=8)
     survives(world, job, tmp_path, (0, 2), dropped=True)

@@ -1,0 +1,112 @@
+"""docs/recovery.md can be run: every block of code in it, in a job that loses a rank."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_ntp import cli
+from tests.lightning.rigs import Regression, Worlds, loader, make_trainer
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/recovery.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+STEPS = 6
+
+
+def code(word: str) -> str:
+    """The block that has this word in it."""
+    (found,) = [code for _, code in BLOCKS if word in code]
+    return str(found)
+
+
+def names(word: str) -> dict[str, Any]:
+    """What the block defines."""
+    defined: dict[str, Any] = {}
+    exec(code(word), defined)
+    return defined
+
+
+def test_every_block_is_run_by_a_test_here() -> None:
+    assert [language for language, _ in BLOCKS] == ["python", "bash", "python", "python", "python", "yaml"]
+
+
+def test_the_settings_are_those_of_the_strategy() -> None:
+    strategy = names("failure_window")["strategy"]
+    assert (strategy.policy.min_tensor_parallel_size, strategy.policy.max_failures) == (3, 5)
+    assert strategy.policy.window_seconds == 3600
+
+
+def test_the_plan_command_prints_what_the_page_says(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    command = shlex.split(code("lightning-ntp plan"))
+    assert command[0] == "lightning-ntp"
+    cli.main(command[1:])
+    printed = capsys.readouterr().out
+    assert "slot 3 lost: degrees (4, 3) -> (3, 3)" in printed
+    assert "slot 4 -> slot " in printed and "free while shards move" in printed
+
+
+def train(output: str) -> dict[str, Any]:
+    curriculum, average = names("class Curriculum")["Curriculum"](), names("class Average")["Average"]()
+    injector = names("certain =")["certain"]
+    trainer = make_trainer(
+        (2, 1), max_steps=STEPS, max_epochs=-1, callbacks=[curriculum, average, injector], default_root_dir=output
+    )
+    trainer.fit(Regression(), loader((2, 1), 4 * STEPS))
+    trainer.save_checkpoint(f"{output}/saved.ckpt", weights_only=False)
+    strategy: Any = trainer.strategy
+    full = strategy.full_state(average.state)
+    again = strategy.local_state(strategy.broadcast(full))
+    assert all(torch.equal(again[p]["average"], values["average"]) for p, values in average.state.items())
+    return {"shown": curriculum.shown, "losses": len(curriculum.losses), "degrees": strategy.degrees}
+
+
+def test_the_hooks_of_the_page_see_a_loss_and_count_right(world: Worlds, tmp_path: Path) -> None:
+    outcomes = world(3).start(train, str(tmp_path)).survive()
+    assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], outcomes
+    for outcome in outcomes[::2]:
+        assert outcome.value == {"shown": STEPS, "losses": STEPS, "degrees": (1, 1)}
+        assert "slots (1,) lost, degrees (2, 1) -> (1, 1)" in outcome.output
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
+    shapes = {name: values["average"].shape for name, values in saved["averages"].items()}
+    assert shapes == {name: value.shape for name, value in saved["state_dict"].items()}
+
+
+def test_the_random_faults_are_kills_anywhere_in_a_step() -> None:
+    injector = names("certain =")["random"]
+    assert injector.kinds == ("kill",) and len(injector.phases) == 8
+    assert all(f"`{phase}`" in PAGE for phase in injector.phases)
+
+
+def test_the_yaml_makes_the_same_injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_ntp.callbacks import FaultInjector
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["lightning-ntp"])
+    example = yaml.safe_load((ROOT / "examples/gpt/config.yaml").read_text())
+    example["trainer"] |= yaml.safe_load(code("class_path"))["trainer"]
+    Path("config.yaml").write_text(yaml.safe_dump(example))
+    monkeypatch.syspath_prepend(str(ROOT))
+    made = cli.build(["--config", "config.yaml"], run=False)
+    (injector,) = [c for c in made.trainer.callbacks if isinstance(c, FaultInjector)]  # type: ignore[attr-defined]
+    assert injector.faults == names("certain =")["certain"].faults
+
+
+def test_what_the_page_names_exists() -> None:
+    from lightning_ntp.engine.recovery import Change
+
+    for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target
+    for field in ("before", "after", "lost", "step", "moved_bytes", "sources", "seconds"):
+        assert f"`{field}`" in PAGE and field in Change.__dataclass_fields__
