@@ -219,11 +219,12 @@ class RecoveryEngine:
         """Fail before allocating, with the numbers and on all ranks, rather than in the middle on one."""
         generation = self._runtime.generation
         device = generation.device
+        if device.type != "cuda":
+            return  # the host's memory is shared and its free part says little
         missing = torch.zeros(len(generation.topology.slots), dtype=torch.int64, device=device)
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0]
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            missing[generation.rank] = max(0, resharding.extra_bytes(generation.slot) - free)
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        missing[generation.rank] = max(0, resharding.extra_bytes(generation.slot) - free)
         dist.all_reduce(missing, group=generation.world)
         for slot, lacking in zip(generation.topology.slots, missing.tolist(), strict=True):
             if lacking:
