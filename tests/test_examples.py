@@ -27,7 +27,7 @@ def train(*arguments: str, output: Path, timeout: float = 100) -> str:
         text=True,
         timeout=timeout,
         cwd=output,
-        env={**os.environ, "COLUMNS": "100"},
+        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -129,6 +129,8 @@ class Runtime:
 
     def announce_recoverable(self) -> None:
         """From now on a rank that dies interrupts the others instead of ending the job: they call :meth:`recover`."""
+        if self.membership.recoverable:  # asked in every step
+            return
         self.membership.announce_recoverable()
         self._guard.stock(_SPARE_CONNECTIONS)
 

@@ -124,7 +124,7 @@ class RecoveryEngine:
         self._pending = recovery = self._recover()
         behind = self.committed < max(int(r["committed"]) for r in recovery.records.values())
         if behind and not self.ready:
-            raise JobLost(
+            raise RuntimeError(
                 f"slot {self._runtime.slot} is at step {self.committed} and others have committed more, but it had not"
                 " voted: this should be impossible, please report it"
             )

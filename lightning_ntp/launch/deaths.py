@@ -26,7 +26,7 @@ class Deaths:
 
     def __init__(self, store: Any, uids: dict[int, str], has_raised: Callable[[int], bool]) -> None:
         self._store, self._uids, self._has_raised = store, uids, has_raised
-        self._log = Log(store)
+        self._log: Log | None = Log(store)
         self._watch = ExitWatch()
         self._pids: dict[int, int] = {}
         self._living: set[int] = set()
@@ -60,7 +60,10 @@ class Deaths:
         self._watch.remove(slot)
 
     def close(self) -> None:
+        """Let go of the store at once: in a process forked later, its destructor would wait for a thread of ours."""
         self._watch.close()
+        self._store = self._log = None
+        self._has_raised = lambda slot: False
 
     def _gone(self, slot: int, how: str) -> None:
         self._living.discard(slot)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from datetime import timedelta
 from typing import Any
 
-from lightning_ntp.launch.environment import RankIdentity
+from lightning_ntp.launch.environment import SLOT, STORE
 from lightning_ntp.launch.log import RECOVERABLE, Log, left_key
 from lightning_ntp.plan.membership import Entry
 
@@ -44,18 +45,18 @@ def announce_death(store: Any, uid: str, slot: int, reason: str, log: Log | None
 
 def is_first_survivor() -> bool:
     """In a rank: whether all lower slots are dead, so that it speaks for the job."""
-    identity = RankIdentity.from_environ()
-    if identity.slot == 0:
+    # Not RankIdentity: Lightning's teardown has taken WORLD_SIZE away by then.
+    slot = int(os.environ[SLOT])
+    if slot == 0:
         return True
     if not _expected:
         return False
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    host, _, port = os.environ[STORE].rpartition(":")
     try:
-        store = TCPStore(
-            identity.store_host, identity.store_port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
-        )
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
         dead = {entry.slot for entry in Log(store).read_all() if entry.kind == "dead"}
     except RuntimeError:  # the store is gone, and with it the caller who waits for a result
         return False
-    return dead.issuperset(range(identity.slot))
+    return dead.issuperset(range(slot))

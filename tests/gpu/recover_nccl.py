@@ -1,7 +1,7 @@
 """Confirm recovery on NCCL: ``python tests/gpu/recover_nccl.py`` on a machine with two or more GPUs.
 
 Every rank is in all-reduces on its GPU; the last one kills itself; the others must wake, agree, rebuild their NCCL
-groups and reduce again; then the next one goes, until one is left. Prints what was measured; exit code 0 if all is well.
+groups and reduce again; then the next one goes, until one is left. Prints what was measured; 0 means all is well.
 """
 
 from __future__ import annotations
