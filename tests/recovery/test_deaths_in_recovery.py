@@ -19,7 +19,15 @@ def test_a_death_in_a_recovery(world: Worlds, point: str, tmp_path: Path) -> Non
     survives(world, job, tmp_path, (1, 2))
 
 
-@pytest.mark.parametrize("point", ["joined", "rebuild", "received", "vote"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "joined",
+        pytest.param("rebuild", marks=pytest.mark.chaos),
+        pytest.param("received", marks=pytest.mark.chaos),
+        "vote",
+    ],
+)
 def test_a_death_in_a_recovery_of_a_step_that_others_have_committed(world: Worlds, point: str, tmp_path: Path) -> None:
     job = Job((2, 3), ((3, 2, "between_vote_and_update"),), ((4, point, _NUMBER.get(point, 1)),))
     survives(world, job, tmp_path, (2, 1))

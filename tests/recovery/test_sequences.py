@@ -21,7 +21,7 @@ def test_losses_one_after_the_other_and_several_at_once(world: Worlds, tmp_path:
     survives(world, Job((4, 4), faults), tmp_path, (3, 0), dropped=True)
 
 
-@pytest.mark.parametrize("first", [0, 4, 6])
+@pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.chaos), 6])
 def test_mixed_degrees_with_losses_in_each(world: Worlds, first: int, tmp_path: Path) -> None:
     others = [slot for slot in (1, 5, 8) if slot != first + 1][:2]
     faults = ((first, 1, "forward"), (others[0], 3, "between_vote_and_update"), (others[1], 5, "backward"))
@@ -32,7 +32,9 @@ def test_mixed_degrees_with_losses_in_each(world: Worlds, first: int, tmp_path: 
 
 
 @pytest.mark.parametrize(("slots", "degrees"), [((1, 2), (2, 4)), ((0, 6), (3, 3)), ((0, 1, 2), (1, 4))])
-@pytest.mark.parametrize("phase", ["data", "sync", "vote"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("data", marks=pytest.mark.chaos), pytest.param("sync", marks=pytest.mark.chaos), "vote"]
+)
 def test_ranks_that_die_in_the_same_moment(
     world: Worlds, slots: tuple[int, ...], degrees: tuple[int, ...], phase: str, tmp_path: Path
 ) -> None:
@@ -40,7 +42,10 @@ def test_ranks_that_die_in_the_same_moment(
 
 
 @pytest.mark.parametrize("slot", [0, 1])
-@pytest.mark.parametrize("phase", ["data", "backward", "update"])
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param("data", marks=pytest.mark.chaos), "backward", pytest.param("update", marks=pytest.mark.chaos)],
+)
 def test_a_replica_that_is_gone_leaves_its_samples_to_the_others(
     world: Worlds, slot: int, phase: str, tmp_path: Path
 ) -> None:
