@@ -41,7 +41,11 @@ class StopTogether:
 
     def vote(self) -> None:
         """The last collective of a step: who returns from it knows that all ranks have complete gradients."""
-        self._told = self._agree(self._generation().world)
+        generation = self._generation()
+        self._told = self._agree(generation.world)
+        if generation.device.type == "cuda":
+            # there `wait` only orders streams: what an aborted collective left behind is no vote
+            generation.life.check("vote")
 
     def stop_if_told(self, trainer: Trainer) -> None:
         """Before a training batch.
