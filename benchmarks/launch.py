@@ -46,9 +46,9 @@ class Module(pl.LightningModule):
 
 
 if sys.argv[1] == "ntp":
-    from tests.launch.gloo_strategy import GlooStrategy
+    from lightning_ntp import NTPStrategy
 
-    strategy = GlooStrategy()
+    strategy = NTPStrategy(plan={"layer": "colwise_gather_output"})  # 8 ranks: two replicas of degree 4
 else:
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
 trainer = pl.Trainer(
