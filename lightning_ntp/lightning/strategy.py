@@ -30,7 +30,6 @@ from lightning_ntp.comm import (
     Runtime,
     ShardedState,
     broadcast_start,
-    gather_full,
     runtime,
 )
 from lightning_ntp.launch import RankIdentity, is_rank
@@ -48,10 +47,10 @@ from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
-from lightning_ntp.lightning.registered_state import RegisteredState, full_state, local_state
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.survival import Survival
 from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.policy import RecoveryPolicy
@@ -144,11 +143,9 @@ class NTPStrategy(ParallelStrategy):
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
         self._survival: Survival | None = None
-        self._registered = RegisteredState()
-        self._gathered = (0, "")
-        """The identity of the last state dict, and the generation that it was gathered in."""
         self._operations = engine.Operations(lambda: self._survival)
         self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
+        self._whole = WholeState(lambda: self.sharded, lambda: self.generation, self._collectives)
         self._batches = Batches(lambda: self.generation)
         self._stop = StopTogether(lambda: self.generation)
 
@@ -328,14 +325,14 @@ class NTPStrategy(ParallelStrategy):
             self._follow_change,
             self.root_device,
         )
-        self._survival.transaction.registered = self._registered
+        self._survival.transaction.registered = self._whole.registered
         self._survival.install()
 
     def _states(self) -> list[ShardedState]:
         assert self.sharded is not None
         for optimizer in self.optimizers:
             checkpoints.check_optimizer_state(self.sharded, optimizer)  # in the first step nobody has looked yet
-        return [*(optimizer.state for optimizer in self.optimizers), *self._registered]
+        return [*(optimizer.state for optimizer in self.optimizers), *self._whole.registered]
 
     def _follow_change(self) -> None:
         assert self._runtime is not None and self.sharded is not None
@@ -592,10 +589,7 @@ class NTPStrategy(ParallelStrategy):
         if self.sharded is None:
             assert self.lightning_module is not None
             return self.lightning_module.state_dict()
-        sharded = self.sharded
-        state = self._collectives.gather_for_rank_zero(lambda: checkpoints.full_state_dict(sharded, self.generation))
-        self._gathered = (id(state), self.generation.name)
-        return state
+        return self._whole.state_dict()
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -611,32 +605,18 @@ class NTPStrategy(ParallelStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's unsharded state dict on rank 0, empty elsewhere. Call it on all ranks."""
-        assert self.sharded is not None
-        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the real one
-        sharded = self.sharded
-        return self._collectives.gather_for_rank_zero(
-            lambda: checkpoints.full_optimizer_state(sharded, inner, self.generation)
-        )
+        return self._whole.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         assert self.lightning_module is not None
-
-        def is_gone() -> bool:
-            state, generation = self._gathered
-            return state == id(checkpoint.get("state_dict")) and generation != self.generation.name
-
-        while self._runtime is not None and self._collectives.decide(is_gone, all_=False):
-            # a rank was lost since: rank 0 may be another one, with nothing to save
-            weights_only = "optimizer_states" not in checkpoint
-            checkpoint = private.dump_checkpoint(self.lightning_module.trainer, weights_only)
+        if self._runtime is not None:
+            checkpoint = self._whole.on_the_new_rank_zero(self.lightning_module, checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.sharded is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(checkpoints.local_optimizer_state(self.sharded, optimizer, state))
+        self._whole.load_optimizers(self.optimizers, checkpoint)
 
     def register_state(self, state: ShardedState) -> Callable[[], None]:
         """Let state per parameter outside of the optimizers, such as moving averages, move when shards move.
@@ -656,16 +636,11 @@ class NTPStrategy(ParallelStrategy):
             RuntimeError: Before the model is cut.
             ValueError: If a key is no parameter of the module, or a tensor has another shape than its shard.
         """
-        if self.sharded is None:
-            raise RuntimeError("register_state() was called before the model is cut: call it in on_fit_start or later")
-        self._registered.add(self.sharded, state)
-        return lambda: self._registered.remove(state)
+        return self._whole.register(state)
 
     def full_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """State as in :meth:`register_state`, unsharded and by parameter name, on rank 0. Call it on all ranks."""
-        assert self.sharded is not None
-        sharded = self.sharded
-        return self._collectives.gather_for_rank_zero(lambda: full_state(sharded, state, self.generation))
+        return self._whole.full(state)
 
     def local_state(self, full: Mapping[str, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
         """Cut what :meth:`full_state` has put together to this rank's shards.
@@ -673,17 +648,11 @@ class NTPStrategy(ParallelStrategy):
         Raises:
             ValueError: If it has a name that is no parameter.
         """
-        assert self.sharded is not None
-        return local_state(self.sharded, full)
+        return self._whole.local(full)
 
     def full_gradients(self) -> dict[str, Tensor | None]:
         """The unsharded gradients by parameter name on rank 0, empty elsewhere. Call it on all ranks."""
-        assert self.sharded is not None
-        gathered = {
-            e.name: gather_full(e, e.parameter.grad, self.generation) if e.parameter.grad is not None else None
-            for e in self.sharded
-        }
-        return gathered if self.global_rank == 0 else {}
+        return self._whole.gradients()
 
     def assert_copies_equal(self) -> None:
         """Check that all replicas and copies hold the same bits. Call it on all ranks.
@@ -691,17 +660,14 @@ class NTPStrategy(ParallelStrategy):
         Raises:
             AssertionError: Naming the parameters that differ.
         """
-        assert self.sharded is not None
-        differing = engine.differing_copies(self.sharded, self.generation)
-        if differing:
-            raise AssertionError(f"copies have different bits: {', '.join(differing)}")
+        self._whole.check_copies()
 
     @override
     def teardown(self) -> None:
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
-        self._registered.clear()
+        self._whole.registered.clear()
         if self._survival is not None:
             self._survival.uninstall()
         if self._sync is not None:

@@ -1,0 +1,105 @@
+"""The unsharded model, put together from shards and cut to them: what checkpoints hold and what users look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_ntp import engine
+from lightning_ntp.comm import Generation, ShardedState, gather_full
+from lightning_ntp.lightning import checkpoint as checkpoints
+from lightning_ntp.lightning import private
+from lightning_ntp.lightning.collectives import ReplicaCollectives
+from lightning_ntp.lightning.registered_state import RegisteredState, full_state, local_state
+from lightning_ntp.parallel import ShardedModel
+
+
+class WholeState:
+    """Gathers whole states on rank 0 and cuts them to shards. The strategy's methods of the same names say more.
+
+    Args:
+        model: Gives the cut model; None before it is cut.
+        generation: Gives the current generation.
+        collectives: Gathers once more if anybody dies meanwhile.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], ShardedModel | None],
+        generation: Callable[[], Generation],
+        collectives: ReplicaCollectives,
+    ) -> None:
+        self._model, self._generation, self._collectives = model, generation, collectives
+        self.registered = RegisteredState()
+        self._gathered = (0, "")
+        """The identity of the last state dict, and the generation that it was gathered in."""
+
+    @property
+    def _cut(self) -> ShardedModel:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model is not cut yet: call this in on_fit_start or later")
+        return model
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the module, on rank 0."""
+        model = self._cut
+        state = self._collectives.gather_for_rank_zero(lambda: checkpoints.full_state_dict(model, self._generation()))
+        self._gathered = (id(state), self._generation().name)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Of an optimizer, on rank 0."""
+        model = self._cut
+        inner = getattr(optimizer, "optimizer", optimizer)  # a LightningOptimizer wraps the real one
+        return self._collectives.gather_for_rank_zero(
+            lambda: checkpoints.full_optimizer_state(model, inner, self._generation())
+        )
+
+    def on_the_new_rank_zero(self, module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What is to be saved: gathered once more if a rank was lost since, because rank 0 may be another one then."""
+
+        def is_gone() -> bool:
+            state, generation = self._gathered
+            return state == id(checkpoint.get("state_dict")) and generation != self._generation().name
+
+        while self._collectives.decide(is_gone, all_=False):
+            checkpoint = private.dump_checkpoint(module.trainer, "optimizer_states" not in checkpoint)
+        return checkpoint
+
+    def load_optimizers(self, optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
+        """Cut the optimizer states of a checkpoint."""
+        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(checkpoints.local_optimizer_state(self._cut, optimizer, state))
+
+    # ---- for users --------------------------------------------------------------------------------------------
+
+    def register(self, state: ShardedState) -> Callable[[], None]:
+        self.registered.add(self._cut, state)
+        return lambda: self.registered.remove(state)
+
+    def full(self, state: Mapping[Tensor, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        model = self._cut
+        return self._collectives.gather_for_rank_zero(lambda: full_state(model, state, self._generation()))
+
+    def local(self, full: Mapping[str, Mapping[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+        return local_state(self._cut, full)
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        generation = self._generation()
+        gathered = {
+            e.name: gather_full(e, e.parameter.grad, generation) if e.parameter.grad is not None else None
+            for e in self._cut
+        }
+        return gathered if generation.rank == 0 else {}
+
+    def check_copies(self) -> None:
+        differing = engine.differing_copies(self._cut, self._generation())
+        if differing:
+            raise AssertionError(f"copies have different bits: {', '.join(differing)}")
