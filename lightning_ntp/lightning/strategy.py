@@ -181,7 +181,7 @@ class NTPStrategy(ParallelStrategy):
         """The live members; before the ranks start, what was asked for."""
         if self._runtime is not None:
             return self._runtime.generation.topology
-        return Topology.start(self.degrees)
+        return self._launch_topology
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -190,10 +190,15 @@ class NTPStrategy(ParallelStrategy):
         Raises:
             TopologyError: If the sizes asked for do not multiply to the devices.
         """
-        if self._runtime is not None:
-            return self._runtime.generation.topology.degrees
-        return resolve_degrees(
-            self.num_processes, self.num_nodes, self._tensor_parallel_size, self._data_parallel_size, self._degrees
+        return self.topology.degrees
+
+    @property
+    def _launch_topology(self) -> Topology:
+        """What was asked for, whoever of it is still alive."""
+        return Topology.start(
+            resolve_degrees(
+                self.num_processes, self.num_nodes, self._tensor_parallel_size, self._data_parallel_size, self._degrees
+            )
         )
 
     @property
@@ -260,7 +265,7 @@ class NTPStrategy(ParallelStrategy):
         self._runtime = runtime.start(
             (identity.store_host, identity.store_port),
             identity.slot,
-            Topology.start(self.degrees),
+            self._launch_topology,
             self._process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo"),
             self._timeout,
             self.root_device,
