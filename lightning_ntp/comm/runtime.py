@@ -82,6 +82,8 @@ class Runtime:
         self._changes = 0
         self.may_start: Callable[[str], None] = lambda group: None
         """Called before every collective, on any group; raises where none may start."""
+        self.repeat: Callable[[str, Callable[[], Any]], Any] = lambda what, collective: collective()
+        """Runs a named collective; once more if a membership change interrupts it, where that is possible."""
         backends.prepare_environment(backend)
         self._guard = StoreGuard(*store, timeout, f"lightning_ntp, slot {slot}")
         self._reaper = Reaper()

@@ -2,7 +2,7 @@
 
 from lightning_ntp.engine.clipping import clip_gradients, gradient_norm
 from lightning_ntp.engine.consistency import all_equal, differing_copies
-from lightning_ntp.engine.events import EventLog, describe
+from lightning_ntp.engine.events import FILE_NAME, EventLog, describe
 from lightning_ntp.engine.first_step import FirstStepCheck, PeerMismatchError, check_same_batch
 from lightning_ntp.engine.operations import Operations
 from lightning_ntp.engine.recovery import Change, Outcome, PolicyForbids, RecoveryEngine, Released
@@ -11,6 +11,7 @@ from lightning_ntp.engine.weights import BatchSizeError, LossWeight, batch_size_
 __all__ = [
     "BatchSizeError",
     "Change",
+    "FILE_NAME",
     "EventLog",
     "FirstStepCheck",
     "LossWeight",

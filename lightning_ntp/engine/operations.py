@@ -30,42 +30,70 @@ class Recovers(Protocol):
 class Operations:
     """Numbers the operations of a rank and repeats those that are interrupted.
 
+    Numbers are those of the job, not of one trainer: when a rank is lost between two runs, some survivors may have
+    begun the next one.
+
     Args:
-        recovery: Gives who recovers; None while the job is not recoverable yet, then nothing is repeated.
+        recovery: Who recovers.
     """
 
-    def __init__(self, recovery: Callable[[], Recovers | None]) -> None:
+    def __init__(self, recovery: Recovers) -> None:
         self._recovery = recovery
         self._completed = 0
         self._result: object = None
+        self._inside: list[object] | None = None
+        self._again: list[object] = []
 
     def run(self, operation: Callable[[], T]) -> T:
         """Run a collective that has no effect until it returns, and may be called again.
 
         Raises:
             JobLost: If the job cannot go on.
+            Interrupted: Between :meth:`enter` and :meth:`leave` only.
         """
-        while True:
-            try:
-                result = operation()
-                break
-            except Interrupted as error:
-                recovery = self._recovery()
-                if recovery is None:
-                    raise
-                interruption = error
-            # outside of the `except` block: the frames of the failed attempt are free
-            recovery.agree(interruption)
-            recovery.complete()
-            ahead = recovery.engine.operation_result(self._completed + 1)
-            if ahead is not None:
-                result = pickle.loads(base64.b64decode(ahead))
-                break
+        if self._again:
+            return self._again.pop(0)  # type: ignore[return-value]
+        result = self._complete(operation)
         self._completed += 1
         self._result = result
+        if self._inside is not None:
+            self._inside.append(result)
         return result
+
+    def enter(self) -> None:
+        """A piece of work begins that is done again as a whole if it is interrupted, with the operations in it."""
+        self._inside, self._again = [], []
+
+    def rewind(self) -> None:
+        """That work begins again: operations that it has completed give their results once more."""
+        self._again = list(self._inside or ())
+
+    def leave(self) -> None:
+        """That work is done, for good."""
+        self._inside, self._again = None, []
+
+    def settle(self) -> None:
+        """After a change: all survivors drop what they were doing, and go on with the same number."""
+        self._completed = max(int(each["operation"]) for each in self._recovery.engine.records.values())
+        self.leave()
 
     def record(self) -> dict[str, int | str]:
         """What other survivors must know: the last completed operation and its result."""
         encoded = base64.b64encode(pickle.dumps(self._result)).decode()
         return {"operation": self._completed, "result": encoded}
+
+    def _complete(self, operation: Callable[[], T]) -> T:
+        while True:
+            found = self._recovery.engine.operation_result(self._completed + 1)
+            if found is not None:
+                result: T = pickle.loads(base64.b64decode(found))
+                return result
+            try:
+                return operation()
+            except Interrupted as error:
+                if self._inside is not None:
+                    raise
+                interruption = error
+            # outside of the `except` block: the frames of the failed attempt are free
+            self._recovery.agree(interruption)
+            self._recovery.complete()

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_ntp.comm import Interrupted, JobLost, Recovery, Resharding, Runtime, ShardedState
+from lightning_ntp.engine.consistency import all_equal
 from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
@@ -61,49 +62,70 @@ class PolicyForbids(JobLost):
 
 
 class RecoveryEngine:
-    """Keeps a cut model in step with the membership.
+    """Keeps a cut model in step with the membership, from the first to the last run of a job.
 
     Args:
         runtime: The rank's runtime.
-        model: The cut model.
-        states: Gives the per-parameter states that move with the parameters.
-        policy: What the user allows.
-        on_change: Called on every survivor when a change is complete, before the step goes on.
+        on_change: Called on every survivor when a change is complete, before anything goes on.
 
     Attributes:
-        committed: Steps this rank has applied. Written by whoever runs the step.
+        policy: What the user allows.
+        committed: Steps of this run that this rank has applied. Written by whoever runs the step.
         ready: Whether this rank stands in the vote of step ``committed + 1`` with complete gradients. Written by
             whoever runs the step.
+        records: What every survivor of the last change had brought, by slot.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        model: ShardedModel,
-        states: Callable[[], Iterable[ShardedState]],
-        policy: RecoveryPolicy,
-        on_change: Callable[[Change], None],
-    ) -> None:
-        self._runtime, self._model, self._states, self._on_change = runtime, model, states, on_change
-        self._policy = policy
+    def __init__(self, runtime: Runtime, on_change: Callable[[Change], None]) -> None:
+        self._runtime, self._on_change = runtime, on_change
+        self.policy = RecoveryPolicy()
         self._failures: list[float] = []
         self.committed = 0
         self.ready = False
+        self._model: ShardedModel | None = None
+        self._states: Callable[[], Iterable[ShardedState]] = tuple
+        self._attached = 0
+        self._catch_up: Callable[[], None] | None = None
         self._layout = runtime.generation.topology
         self._rounds = 0
         self._installed = 0
         self._staged: tuple[int, Resharding] | None = None
         self._pending: Recovery | None = None
         self._lost: tuple[int, ...] = ()
-        self._records: Mapping[int, Mapping[str, Any]] = {}
+        self.records: Mapping[int, Mapping[str, Any]] = {}
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """More of what the other survivors shall know of this rank; must survive JSON."""
+
+    def attach(self, model: ShardedModel, states: Callable[[], Iterable[ShardedState]]) -> None:
+        """From now on this model is kept, in place of the one before, and steps are counted anew.
+
+        Args:
+            model: Cut for :attr:`layout`.
+            states: Gives the per-parameter states that move with the parameters.
+        """
+        self._model, self._states, self.committed, self.ready = model, states, 0, False
+        self._attached += 1
+        self._catch_up = None
+
+    def will_attach(self, catch_up: Callable[[], None]) -> None:
+        """All ranks are about to enter an operation after which they call :meth:`attach`.
+
+        Args:
+            catch_up: Does so. Called in a rank that has missed the operation's end when others have attached already:
+                what moves must have been cut on all survivors. Local.
+        """
+        self._catch_up = catch_up
+
+    def catch_up(self) -> None:
+        """Attach what :meth:`will_attach` has announced, unless that was done meanwhile."""
+        if self._catch_up is not None:
+            self._catch_up()
 
     def operation_result(self, number: int) -> str | None:
         """The result of operation ``number`` (:class:`~lightning_ntp.engine.operations.Operations`), if a survivor of
         the last change has completed it.
         """
-        found = (str(r["result"]) for r in self._records.values() if int(r.get("operation", 0)) == number)
+        found = (str(r["result"]) for r in self.records.values() if int(r.get("operation", 0)) == number)
         return next(found, None)
 
     @property
@@ -138,9 +160,15 @@ class RecoveryEngine:
             Released: If the policy drops this rank's replica.
             PolicyForbids: If it does not allow to go on. The shards are moved then: a checkpoint can be written.
         """
+        # evaluation runs in inference mode, whose tensors could never be trained
+        with torch.inference_mode(False), torch.no_grad():
+            self._complete()
+
+    def _complete(self) -> None:
         recovery, self._pending = self._pending, None
         decision: Decision | None = None
         while recovery is not None:
+            self._follow(recovery)
             self._settle(recovery)
             decision = self._decide(recovery)
             try:
@@ -158,8 +186,9 @@ class RecoveryEngine:
             return None
         times = [d.at for d in recovery.departures if d.slot in lost and d.kind == "dead"]
         failures = [*self._failures, max(times)] if times else self._failures
-        shardings = [entry.sharding for entry in self._model]
-        decision = decide(self._layout, lost, self._policy, failures, shardings)
+        # before a model is cut everybody has all of it
+        shardings = [entry.sharding for entry in self._model or ()]
+        decision = decide(self._layout, lost, self.policy, failures, shardings)
         if decision.action is Action.END:
             raise JobLost(str(decision))
         if self._runtime.slot in decision.released:
@@ -171,7 +200,7 @@ class RecoveryEngine:
 
     def _recover(self) -> Recovery:
         recovery = self._runtime.recover(self._record())
-        self._records = recovery.records
+        self.records = recovery.records
         self._lost += tuple(s for s in recovery.lost if s not in self._lost)
         return recovery
 
@@ -182,7 +211,13 @@ class RecoveryEngine:
             "ready": self.ready,
             "installed": self._installed,
             "staged": self._staged[0] if self._staged is not None else 0,
+            "attached": self._attached,
         }
+
+    def _follow(self, recovery: Recovery) -> None:
+        """Others have attached a model already: so must this rank."""
+        if self._attached < max(int(r["attached"]) for r in recovery.records.values()):
+            self.catch_up()
 
     def _settle(self, recovery: Recovery) -> None:
         """A reshard whose vote was interrupted: if anybody has installed it, all had received everything."""
@@ -191,13 +226,18 @@ class RecoveryEngine:
             self._install(*staged)
 
     def _reshard(self, recovery: Recovery) -> None:
-        generation = self._runtime.generation
+        generation, before = self._runtime.generation, self._layout
         started = time.monotonic()
+        if self._model is None:
+            self._layout = recovery.after
+            self._tell(before, recovery, 0, (), started)
+            return
         try:
-            resharding = Resharding(self._model, self._states(), self._layout, recovery.after)
+            resharding = Resharding(self._model, self._states(), before, recovery.after)
         except TopologyError as error:
             raise JobLost(str(error)) from None
-        moved, sources, before = resharding.bytes_moved(), resharding.sources(), self._layout
+        moved, sources = resharding.bytes_moved(), resharding.sources()
+        self._check_alike(resharding)
         self._check_memory(resharding)
         resharding.receive(generation)
         self._rounds = 1 + max(int(r["installed"]) for r in recovery.records.values())
@@ -207,6 +247,9 @@ class RecoveryEngine:
         self._staged = None
         self._install(self._rounds, resharding)
         self.ready = False
+        self._tell(before, recovery, moved, sources, started)
+
+    def _tell(self, before: Topology, recovery: Recovery, moved: int, sources: tuple[int, ...], started: float) -> None:
         lost, self._lost = self._lost, ()
         seconds = {**recovery.seconds, "reshard": time.monotonic() - started}
         self._on_change(Change(before, recovery.after, lost, self.committed, moved, sources, seconds))
@@ -214,6 +257,15 @@ class RecoveryEngine:
     def _install(self, number: int, resharding: Resharding) -> None:
         resharding.install(self._runtime.slot, self._runtime.generation.tensor_parallel)
         self._installed, self._layout = number, resharding.after
+
+    def _check_alike(self, resharding: Resharding) -> None:
+        """Every survivor must be about to move the same tensors: else they would wait for each other."""
+        generation = self._runtime.generation
+        if not all_equal(resharding.fingerprint(), generation.world, generation.device):
+            raise JobLost(
+                "the survivors hold different optimizer states or registered states: a rank was lost in the moment in"
+                " which they are made or loaded, while the trainer is being set up; start it again"
+            )
 
     def _check_memory(self, resharding: Resharding) -> None:
         """Fail before allocating, with the numbers and on all ranks, rather than in the middle on one."""

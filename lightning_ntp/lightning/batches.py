@@ -11,7 +11,9 @@ from lightning_ntp import engine
 from lightning_ntp.comm import Generation
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.data import describe_source, regular_batches
+from lightning_ntp.lightning.private import EvaluationLoop
 from lightning_ntp.lightning.shared_batches import SharedBatches
+from lightning_ntp.lightning.shared_evaluation import SharedEvaluation
 
 _LOADERS = {
     "training": "train_dataloader",
@@ -33,6 +35,7 @@ class Batches:
         self._checked: set[str] = set()
         self._even: tuple[object, bool] | None = None
         self._shared: tuple[object, SharedBatches] | None = None
+        self._shared_evaluation = SharedEvaluation()
         self._share: float | engine.LossWeight = 1.0
 
     def reset(self) -> None:
@@ -69,6 +72,14 @@ class Batches:
         self.check(trainer, "training", batch)
         self._share = self._weigh(trainer, batch, samples)
         return batch
+
+    def evaluation(self, loop: EvaluationLoop, batch: Any, batch_idx: int, dataloader_idx: int) -> Any:
+        """The batch to evaluate on: with its part of the samples of replicas that are gone."""
+        generation = self._generation()
+        topology = generation.topology
+        if len(topology.live_replicas) == len(topology.replicas):
+            return batch
+        return self._shared_evaluation.complete(loop, batch, batch_idx, dataloader_idx, topology, generation.replica)
 
     def loss_share(self) -> float:
         """This replica's share of the global micro-batch. Waits for the others' numbers, where they are needed."""

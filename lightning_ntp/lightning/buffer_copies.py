@@ -25,7 +25,7 @@ class BufferSlot:
 class _Copy:
     slot: BufferSlot
     tensor: Tensor
-    version: int
+    version: int | None
     value: Tensor | None
     """None for a large buffer that never changed: it is not worth its memory."""
 
@@ -45,7 +45,7 @@ class BufferCopies:
         """
         for slot, copy in self._copies.items():
             if copy.value is None:
-                if slot.holder.get(slot.name) is not copy.tensor or copy.tensor._version != copy.version:
+                if slot.holder.get(slot.name) is not copy.tensor or version_of(copy.tensor) != copy.version:
                     raise RuntimeError(
                         f"the buffer {slot.label!r} ({copy.tensor.nbytes} bytes) changed for the first time in the very"
                         " step that must be replayed, so there is no copy of it: return it from the module's"
@@ -113,13 +113,13 @@ class BufferRecorder:
             tensor = slot.holder.get(slot.name)
             if tensor is None:
                 continue
-            version = tensor._version
+            version = version_of(tensor)
             if tensor.nbytes <= SMALL_BYTES:
                 copy = _Copy(slot, tensor, version, None)
                 small.append(copy)
             else:
                 last = self._large.get(slot)
-                if last is not None and last.tensor is tensor and last.version == version:
+                if last is not None and last.tensor is tensor and last.version == version is not None:
                     copy = last
                 else:
                     copy = self._large[slot] = _Copy(slot, tensor, version, tensor.detach().clone())
@@ -137,8 +137,13 @@ class BufferRecorder:
         for slot, copy in self._large.items():
             if slot not in self._judged:
                 self._judged.add(slot)
-                if slot.holder.get(slot.name) is copy.tensor and copy.tensor._version == copy.version:
+                if slot.holder.get(slot.name) is copy.tensor and version_of(copy.tensor) == copy.version is not None:
                     copy.value = None
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Counts the changes of a tensor; None for one that was made in inference mode, where nobody counts."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -149,4 +154,5 @@ def _assign(tensor: Tensor, value: Tensor) -> None:
     if tensor.shape != value.shape:
         tensor.data = value.clone()
     elif not torch.equal(tensor, value):  # a write that changes nothing would still count as a change
-        tensor.copy_(value)
+        with torch.inference_mode(tensor.is_inference()):
+            tensor.copy_(value)

@@ -31,13 +31,32 @@ class ReplicaCollectives:
     def __init__(
         self,
         generation: Callable[[], Generation],
-        operations: Operations,
+        operations: Callable[[], Operations],
         transaction: Callable[[], Transaction | None],
     ) -> None:
         self._generation, self._operations, self._transaction = generation, operations, transaction
 
     def barrier(self) -> None:
-        self._run("barrier", self._wait)
+        self.run("barrier", self._wait)
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Do something collective in which some ranks are done before others have begun, then wait for all.
+
+        Who passes the wait knows that all have done it. The result stays on each rank: it may differ, and may be too
+        much for a join record.
+
+        Args:
+            what: For errors.
+            act: Called on all ranks, once more if anybody dies meanwhile.
+        """
+        done: list[T] = []
+
+        def attempt() -> None:
+            done[:] = [act()]
+            self._wait()
+
+        self.run(what, attempt)
+        return done[0]
 
     def gather_for_rank_zero(self, gather: Callable[[], T]) -> T:
         """Gather on rank 0, from some ranks; once more if anybody dies before all have done their part.
@@ -45,24 +64,17 @@ class ReplicaCollectives:
         Args:
             gather: Called on all ranks; leaves everything as it is.
         """
-        gathered: list[T] = []
-
-        def attempt() -> None:
-            gathered[:] = [gather()]
-            # who passes it knows that all have gathered; and what is gathered may be too much for a join record
-            self._wait()
-
-        self._run("gathering for a checkpoint", attempt)
-        return gathered[0]
+        return self.together("gathering for a checkpoint", gather)
 
     def broadcast(self, obj: T, src: int) -> T:
         def send() -> T:
             generation = self._generation()
             boxed = [obj]
             dist.broadcast_object_list(boxed, src, group=generation.world, device=generation.device)
+            self._wait()  # the source is done before the others have begun
             return boxed[0]
 
-        return self._run("broadcast", send)
+        return self.run("broadcast", send)
 
     def reduce(self, tensor: Tensor, reduce_op: Any) -> Tensor:
         """See :meth:`NTPStrategy.reduce`."""
@@ -82,7 +94,7 @@ class ReplicaCollectives:
                 value = value / len(generation.topology.live_replicas)
             return value
 
-        return self._run("reduce", reduced)
+        return self.run("reduce", reduced)
 
     def decide(self, decision: bool | Callable[[], bool], all_: bool) -> bool:
         """See :meth:`NTPStrategy.reduce_boolean_decision`; a function is asked again when the vote is repeated."""
@@ -94,14 +106,14 @@ class ReplicaCollectives:
             dist.all_reduce(vote, op=operation, group=generation.world)
             return bool(vote)
 
-        return self._run("reduce_boolean_decision", decided)
+        return self.run("reduce_boolean_decision", decided)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         if sync_grads and tensor.requires_grad:
             self._check("all_gather")
             return gather_with_gradient(tensor, self._generation())
         own = tensor.detach()
-        return self._run("all_gather", lambda: torch.stack(gather_from_replicas(own, self._generation())))
+        return self.run("all_gather", lambda: torch.stack(gather_from_replicas(own, self._generation())))
 
     def _wait(self) -> None:
         generation = self._generation()
@@ -114,8 +126,11 @@ class ReplicaCollectives:
             transaction.check_may_communicate(what)
         return transaction
 
-    def _run(self, what: str, operation: Callable[[], T]) -> T:
+    def run(self, what: str, operation: Callable[[], T]) -> T:
+        """Run a collective which nobody completes before all have entered it: inside of a step as a part of it, and
+        repeated between steps.
+        """
         transaction = self._check(what)
         if transaction is not None and transaction.open:
             return operation()
-        return self._operations.run(operation)
+        return self._operations().run(operation)

@@ -1,4 +1,4 @@
-"""Rows that a step writes to loggers by itself wait for its commit: a file cannot be rolled back."""
+"""Rows that a step or batch writes to loggers wait for its commit: a file cannot be rolled back."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 
 
 class DeferredRows:
-    """Holds back ``logger.log_metrics`` while a step is open.
+    """Holds back ``logger.log_metrics`` while a step or a batch of an evaluation is open.
 
     What a user writes past it (``logger.experiment.add_image``) is written again by a replay.
-
-    Args:
-        is_open: Whether a step is under way.
     """
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
-        self._is_open = is_open
+    def __init__(self) -> None:
+        self._open: list[Callable[[], bool]] = []
         self._rows: list[Callable[[], Any]] = []
         self._loggers: list[tuple[Logger, Any]] = []
+
+    def hold_while(self, is_open: Callable[[], bool]) -> None:
+        """Hold rows back while this is true too."""
+        self._open.append(is_open)
 
     def install(self, loggers: Iterable[Logger]) -> None:
         """Stand before these loggers."""
@@ -38,7 +39,7 @@ class DeferredRows:
                 logger.__dict__.pop("log_metrics", None)
             else:
                 logger.log_metrics = before  # type: ignore[method-assign]
-        self._loggers = []
+        self._loggers, self._open = [], []
 
     def remember(self) -> Callable[[], None]:
         """Remember what waits; the result drops what came after."""
@@ -56,7 +57,7 @@ class DeferredRows:
             row()
 
     def _log(self, log_metrics: Callable[..., Any], metrics: Any = None, *args: Any, **kwargs: Any) -> None:
-        if self._is_open():
+        if any(is_open() for is_open in self._open):
             # values of now: the step may go on to change its tensors
             metrics = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in (metrics or {}).items()}
             self._rows.append(partial(log_metrics, metrics, *args, **kwargs))

@@ -72,8 +72,15 @@ class NTPEnvironment(ClusterEnvironment):
 
     @override
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        # one node: what its first rank does for all (`prepare_data`) falls to the first that lives
+        current = runtime.current()
+        return device_number() if current is None else current.generation.rank
 
     @override
     def node_rank(self) -> int:
         return int(os.environ.get("NODE_RANK", "0"))
+
+
+def device_number() -> int:
+    """The number of this rank's device on its node: fixed, while ranks change."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_ntp.lightning.buffer_copies import version_of
+
 # set by whoever knows the current process groups: never put back
 _OF_THE_GENERATION = ("dist_sync_fn", "process_group", "distributed_available_fn")
 _OF_COLLECTIONS = ("_groups", "_groups_checked", "_state_is_copy")
@@ -24,7 +26,7 @@ class MetricRecorder:
     def __init__(self) -> None:
         self._metrics: list[Metric] = []
         self._collections: list[MetricCollection] = []
-        self._last: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+        self._last: dict[tuple[int, str], tuple[Tensor, int | None, Tensor]] = {}
 
     def look_around(self, module: nn.Module) -> None:
         """Find the metrics of a module; again when some were added."""
@@ -65,11 +67,11 @@ class MetricRecorder:
             assert isinstance(known, Tensor)
             return known
         last = self._last.get(key)
-        if last is not None and last[0] is state and last[1] == state._version:
+        if last is not None and last[0] is state and last[1] == version_of(state) is not None:
             copy = last[2]  # a metric of another stage, say
         else:
             copy = state.detach().clone()
-            self._last[key] = (state, state._version, copy)
+            self._last[key] = (state, version_of(state), copy)
         copies[id(state)] = copy
         return copy
 

@@ -26,7 +26,10 @@ def gather_metric_state(state: Tensor, group: Any | None = None) -> list[Tensor]
         group: The metric's process group, which a membership change would make stale: not used.
     """
     current = runtime.current()
-    return [state] if current is None else gather_from_replicas(state, current.generation)
+    if current is None:
+        return [state]
+    gathered: list[Tensor] = current.repeat("a metric's sync", lambda: gather_from_replicas(state, current.generation))
+    return gathered
 
 
 def gather_with_gradient(tensor: Tensor, generation: Generation) -> Tensor:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from lightning.fabric.utilities.seed import (
     pl_worker_init_function,
 )
 from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -254,6 +258,17 @@ def patch_after_closure(plugin: Precision, vote: Callable[[], None]) -> Callable
     return undo
 
 
+def patch_prepare_data(trainer: Trainer, repeat: Callable[[Callable[[], None]], None]) -> None:
+    """Prepare data once more if a rank is lost meanwhile: it may have been the one that prepared them.
+
+    2.6.6: ``_DataConnector.prepare_data`` lets the other ranks wait in a process group that it makes for itself. Called
+    in ``Trainer._run``, after ``strategy.setup_environment``.
+    """
+    connector = trainer._data_connector
+    prepare = partial(type(connector).prepare_data, connector)
+    connector.prepare_data = partial(repeat, prepare)  # type: ignore[method-assign]
+
+
 def dump_checkpoint(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     """The content of a checkpoint. 2.6.6: ``Trainer.save_checkpoint`` calls this, then ``strategy.save_checkpoint``."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only)
@@ -268,3 +283,91 @@ def prepare_batch(trainer: Trainer, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
+# ---- where evaluation is taken over ---------------------------------------------------------------------------------
+
+EvaluationLoop = _EvaluationLoop | _PredictionLoop
+
+
+def evaluation_loops(trainer: Trainer) -> list[EvaluationLoop]:
+    """2.6.6: the loops of validation in a fit, of validate, of test and of predict."""
+    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+
+
+def patch_evaluation(
+    loop: EvaluationLoop,
+    run: Callable[[Callable[[], Any]], Any],
+    step: Callable[..., None],
+    end: Callable[[], None],
+) -> Callable[[], None]:
+    """Let an evaluation loop, its batches and the end of each dataloader pass through us; the result undoes it.
+
+    2.6.6: ``run`` fetches batches, calls ``_evaluation_step`` (``_predict_step``) with (batch, batch_idx,
+    dataloader_idx, dataloader_iter) for each, ``_store_dataloader_outputs`` after the last one of a dataloader and
+    ``on_run_end`` after the last one of all.
+
+    Args:
+        loop: The loop.
+        run: Called with the loop's own ``run``.
+        step: Called with the loop's own step, then its arguments.
+        end: Called when all batches of a dataloader are done, before anything is made of their results.
+    """
+    kind = type(loop)
+    name = "_predict_step" if isinstance(loop, _PredictionLoop) else "_evaluation_step"
+    after = "on_run_end" if isinstance(loop, _PredictionLoop) else "_store_dataloader_outputs"
+
+    def ended() -> Any:
+        end()
+        return getattr(kind, after)(loop)
+
+    patched = {
+        "run": partial(run, partial(kind.run, loop)),
+        name: partial(step, partial(getattr(kind, name), loop)),
+        after: ended,
+    }
+    loop.__dict__.update(patched)
+
+    def undo() -> None:
+        for each in patched:
+            loop.__dict__.pop(each, None)
+
+    return undo
+
+
+def remember_evaluation(loop: EvaluationLoop) -> Callable[[], None]:
+    """What one batch changes in an evaluation loop (2.6.6)."""
+    progress = loop.batch_progress
+    counters = _remember_counters(progress, progress.total, progress.current)
+    names = ("_has_run", "_seen_batches_per_dataloader", "_logged_outputs", "_predictions", "epoch_batch_indices")
+    saved = {k: _copy_lists(loop.__dict__[k]) for k in names if k in loop.__dict__}
+
+    def restore() -> None:
+        counters()
+        loop.__dict__.update({k: _copy_lists(v) for k, v in saved.items()})
+
+    return restore
+
+
+def back_to_training_mode(loop: EvaluationLoop) -> None:
+    """2.6.6: the modes of the modules from before ``run``, which is about to begin again."""
+    loop._module_mode.restore(loop.trainer.lightning_module)
+
+
+def loader_of(loop: EvaluationLoop, dataloader_idx: int) -> tuple[Any, float]:
+    """2.6.6: a dataloader of the loop as it is iterated over, and the number of its batches that are used."""
+    assert loop._combined_loader is not None
+    limits = loop.max_batches
+    limit = limits[dataloader_idx] if isinstance(limits, list) else limits
+    return loop._combined_loader.flattened[dataloader_idx], limit
+
+
+def is_prediction_sampler(sampler: object) -> bool:
+    """2.6.6: the sampler that predict gets, which repeats no sample to make parts equal."""
+    return type(sampler) is UnrepeatedDistributedSamplerWrapper
+
+
+def _copy_lists(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_copy_lists(each) if isinstance(each, list) else each for each in value]
+    return copy.copy(value)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_ntp.lightning import private
@@ -32,14 +32,17 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back, buffers included. For before a resharding."""
-        self.buffers.restore()
+        # in evaluation too: a tensor made in inference mode could never be changed in training
+        with torch.inference_mode(False):
+            self.buffers.restore()
         self.restore_around(())
 
     def restore_around(self, buffers: Iterable[BufferSlot]) -> None:
         """Put everything back, but only these buffers: a resharding may have given the others new values."""
-        self.buffers.restore_values(buffers)
-        for part in self._parts:
-            part()
+        with torch.inference_mode(False):
+            self.buffers.restore_values(buffers)
+            for part in self._parts:
+                part()
 
 
 class SnapshotRecorder:
@@ -63,10 +66,13 @@ class SnapshotRecorder:
 
     def take(self) -> Snapshot:
         """Remember the state as it is now."""
+        with torch.inference_mode(False):
+            return self._take()
+
+    def _take(self) -> Snapshot:
         trainer = self._trainer
         if trainer.current_epoch != self._epoch:
-            self._look_around(trainer.lightning_module)
-            self._epoch = trainer.current_epoch
+            self.look_around()
         parts = [
             remember_random_state(self._device),
             self._metrics.take(),
@@ -84,7 +90,9 @@ class SnapshotRecorder:
         """The step of the last snapshot is done."""
         self._buffers.committed()
 
-    def _look_around(self, module: LightningModule) -> None:
+    def look_around(self) -> None:
+        """Find what there is to remember; by itself once an epoch."""
+        module, self._epoch = self._trainer.lightning_module, self._trainer.current_epoch
         self.parameters = list(module.parameters())
         self._buffers.look_around(module)
         self._metrics.look_around(module)

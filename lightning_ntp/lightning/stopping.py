@@ -56,9 +56,13 @@ class StopTogether:
         """
         self._stop(self._told, trainer)
 
-    def stop_replica_if_told(self, trainer: Trainer) -> None:
-        """Before an evaluation batch: as :meth:`stop_if_told`, on the ranks of a replica."""
-        self._stop(self._agree(self._generation().tensor_parallel), trainer)
+    def vote_of_replica(self, trainer: Trainer) -> None:
+        """Between evaluation batches: as :meth:`vote` and :meth:`stop_if_told`, on the ranks of a replica."""
+        generation = self._generation()
+        told = self._agree(generation.tensor_parallel)
+        if generation.device.type == "cuda":
+            generation.life.check("vote")
+        self._stop(told, trainer)
 
     def _agree(self, group: dist.ProcessGroup | None) -> int:
         told = self._request.stop_requested() or 0

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
@@ -37,9 +37,11 @@ from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
 from lightning_ntp.lightning.batches import Batches
+from lightning_ntp.lightning.checkpoint_io import WholeFileIO
 from lightning_ntp.lightning.collectives import ReplicaCollectives
 from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
-from lightning_ntp.lightning.environment import NTPEnvironment
+from lightning_ntp.lightning.environment import NTPEnvironment, device_number
+from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
 from lightning_ntp.lightning.metrics import gather_metric_state
@@ -48,7 +50,7 @@ from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.stopping import StopTogether
-from lightning_ntp.lightning.survival import Survival
+from lightning_ntp.lightning.survival import Survival, survival_of
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
@@ -143,7 +145,6 @@ class NTPStrategy(ParallelStrategy):
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
         self._survival: Survival | None = None
-        self._operations = engine.Operations(lambda: self._survival)
         self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
         self._whole = WholeState(lambda: self.sharded, lambda: self.generation, self._collectives)
         self._batches = Batches(lambda: self.generation)
@@ -174,7 +175,19 @@ class NTPStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank if is_rank() else 0]
+        # the slot's own: ranks change
+        return self.parallel_devices[device_number() if is_rank() else 0]
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = WholeFileIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     def topology(self) -> Topology:
@@ -211,6 +224,10 @@ class NTPStrategy(ParallelStrategy):
         if self._runtime is None:
             raise RuntimeError("process groups exist only inside the ranks, once the trainer has set them up")
         return self._runtime.generation
+
+    def _operations(self) -> engine.Operations:
+        assert self._survival is not None
+        return self._survival.operations
 
     @property
     def _transaction(self) -> Transaction | None:
@@ -272,15 +289,20 @@ class NTPStrategy(ParallelStrategy):
         )
         self.set_world_ranks()
         assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
+        self._runtime.repeat = self._collectives.run
+        self._survival = survival_of(self._runtime)
+        self._survival.begin(trainer, self.policy, self._follow_change)
         self._share_random_state()
-        share_logger_versions(self.lightning_module.trainer, self.broadcast)
+        share_logger_versions(trainer, self.broadcast)
+        private.patch_prepare_data(trainer, partial(self._collectives.run, "prepare_data"))
 
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.model is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
+        module, fits = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if "dataloader_iter" in _step_arguments(module):
             raise TypeError(
                 f"{type(module).__name__}.training_step takes a dataloader_iter: a step must be given its batch, so"
@@ -289,11 +311,11 @@ class NTPStrategy(ParallelStrategy):
         if self.topology.full_degree > 1:
             refuse_averaging_callbacks(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
-        self._shard(module)
+        self._cut(module)
         self.model_to_device()
         assert self.sharded is not None and self._runtime is not None
         self.sharded.relayout()  # lookup tables follow the device
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fits:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.sharded, module)
             self._resumable = set()
@@ -307,77 +329,110 @@ class NTPStrategy(ParallelStrategy):
         self._batches.reset()
         for metric in (m for m in module.modules() if isinstance(m, Metric)):
             metric.dist_sync_fn = gather_metric_state
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._set_up_recovery(trainer)
+        self._set_up_recovery(trainer, fits)
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
         self._stop.install(trainer)
 
-    def _set_up_recovery(self, trainer: Trainer) -> None:
-        """From now on a rank that is lost interrupts the others, and the step goes on without it."""
-        assert self._runtime is not None and self.sharded is not None
-        if self._survival is not None:
-            self._survival.uninstall()
-        self._survival = Survival(
+    def _set_up_recovery(self, trainer: Trainer, fits: bool) -> None:
+        """From now on steps and evaluation batches are transactions."""
+        survival = self._survival
+        assert survival is not None
+        evaluation = Evaluation(
             trainer,
-            self._runtime,
-            self.sharded,
-            self.policy,
-            self._operations,
-            self._states,
-            self._vote,
-            self._remember_step,
-            self._follow_change,
+            survival,
+            survival.operations,
+            lambda: self.generation,
+            partial(self._stop.vote_of_replica, trainer),
+            self._batches.evaluation,
+            survival.rows,
+            self._batches.remember,
             self.root_device,
         )
-        self._survival.transaction.registered = self._whole.registered
-        self._survival.install()
+        transaction = None
+        if fits:
+            transaction = Transaction(
+                trainer, survival, self._vote, survival.rows, self._remember_step, self.root_device
+            )
+            transaction.registered = self._whole.registered
+        survival.install(evaluation, transaction)
 
     def _states(self) -> list[ShardedState]:
-        assert self.sharded is not None
+        """What moves with the parameters."""
+        assert self.sharded is not None and self._survival is not None
+        if self._whole.resumed and not self._survival.committed:
+            return [*self._whole.registered]
         for optimizer in self.optimizers:
             checkpoints.check_optimizer_state(self.sharded, optimizer)  # in the first step nobody has looked yet
         return [*(optimizer.state for optimizer in self.optimizers), *self._whole.registered]
 
     def _follow_change(self) -> None:
-        assert self._runtime is not None and self.sharded is not None
+        assert self._runtime is not None and self._survival is not None
+        if self._whole.resumed and not self._survival.committed:
+            self._whole.load_again(self.optimizers)
         if self._sync is not None:
+            assert self.sharded is not None
             self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
         self.set_world_ranks()
 
-    def _shard(self, module: LightningModule) -> None:
+    def _cut(self, module: LightningModule) -> None:
+        """Cut the model for this rank's place. Collective: all begin with rank 0's values."""
+        assert self._survival is not None and self._runtime is not None
+        recovery, slot = self._survival.engine, self._runtime.slot
         known = getattr(module, "_ntp_sharded", None)
-        generation = self.generation
         if isinstance(known, ShardedModel) and known.module is module:
-            checkpoints.check_still_fits(known, generation)
-            self.sharded = known  # `test` after `fit` in one script
-            return
+            checkpoints.check_still_fits(known, self.generation)
+            sharded = known  # `test` after `fit` in one script
+        else:
+            sharded = self._parallelized(module)
+
+        def attach() -> None:
+            if not sharded.is_cut:
+                layout = recovery.layout
+                replica, index = layout.place(slot)
+                sharded.place.update(layout.family, layout.degrees[replica], index, self.generation.tensor_parallel)
+                sharded.cut()
+                module._ntp_sharded = sharded  # type: ignore[assignment]
+            self.sharded = sharded
+            recovery.attach(sharded, self._states)
+
+        def start() -> None:
+            if not sharded.is_cut:
+                broadcast_start(sharded, self.generation)
+
+        recovery.will_attach(attach)
+        self._collectives.together("the start", start)
+        recovery.catch_up()
+
+    def _parallelized(self, module: LightningModule) -> ShardedModel:
         for name, parameter in module.named_parameters():
             if parameter.is_meta:
                 raise RuntimeError(
                     f"the parameter {name!r} is on the meta device: create parameters with values in configure_model"
                 )
+        generation = self.generation
         plan = plan_of(module, self.plan) if generation.topology.full_degree > 1 else {}
         place = TensorParallelContext(
             generation.topology.family, generation.degree, generation.index, generation.tensor_parallel
         )
-        sharded = parallelize(module, plan, place)
-        broadcast_start(sharded, generation)
-        sharded.cut()
-        module._ntp_sharded = sharded  # type: ignore[assignment]
-        self.sharded = sharded
+        return parallelize(module, plan, place)
 
     def _share_random_state(self) -> None:
         """Tensor-parallel peers draw the same numbers outside sharded regions, whether the user seeded or not."""
-        generation = self.generation
-        if generation.degree > 1:
-            states = [private.collect_rng_states() if generation.is_first_of_replica else None]
-            dist.broadcast_object_list(states, group=generation.tensor_parallel, group_src=0, device=self.root_device)
-            assert states[0] is not None
-            private.set_rng_states(states[0])
+
+        def share() -> None:
+            generation = self.generation
+            if generation.degree > 1:
+                states = [private.collect_rng_states() if generation.is_first_of_replica else None]
+                group = generation.tensor_parallel
+                dist.broadcast_object_list(states, group=group, group_src=0, device=self.root_device)
+                assert states[0] is not None
+                private.set_rng_states(states[0])
+
+        self._collectives.together("the random state", share)
 
     @override
     def model_to_device(self) -> None:
@@ -399,7 +454,8 @@ class NTPStrategy(ParallelStrategy):
         if self.generation.topology.world_size == 1:
             # Lightning 2.6.6 asks before a batch only where there are several ranks
             self._stop.stop_if_told(self.lightning_module.trainer)
-        self._runtime.announce_recoverable()
+        if self._survival is not None and self._survival.committed:
+            self._whole.forget_resumed()
         return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
 
     def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -408,24 +464,18 @@ class NTPStrategy(ParallelStrategy):
         return super().training_step(batch, *args, **kwargs)
 
     @override
-    def on_validation_start(self) -> None:
-        if self._survival is not None:
-            # a rank that died in the update before is noticed here: evaluation itself has no way back
-            self.barrier("validation")
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._before_evaluation("validation", args[0])
+        self._check_batch("validation", args[0])
         return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._before_evaluation("test", args[0])
+        self._check_batch("test", args[0])
         return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        self._before_evaluation("predict", args[0])
+        self._check_batch("predict", args[0])
         output: STEP_OUTPUT = super().predict_step(*args, **kwargs)
         return output
 
@@ -497,10 +547,9 @@ class NTPStrategy(ParallelStrategy):
             self._resumable.add(optimizer)
         return result
 
-    def _before_evaluation(self, stage: str, batch: Any) -> None:
+    def _check_batch(self, stage: str, batch: Any) -> None:
         assert self.lightning_module is not None
         self._batches.check(self.lightning_module.trainer, stage, batch)
-        self._stop.stop_replica_if_told(self.lightning_module.trainer)
 
     def _vote(self) -> None:
         self._reach("vote")
@@ -615,9 +664,14 @@ class NTPStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         assert self.lightning_module is not None
-        if self._runtime is not None:
-            checkpoint = self._whole.on_the_new_rank_zero(self.lightning_module, checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+        def write(content: dict[str, Any]) -> None:
+            super(NTPStrategy, self).save_checkpoint(content, filepath, storage_options)
+
+        if self._runtime is None:
+            write(checkpoint)
+        else:
+            self._whole.save(self.lightning_module, checkpoint, write)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -674,7 +728,7 @@ class NTPStrategy(ParallelStrategy):
         self._stop.uninstall()
         self._whole.registered.clear()
         if self._survival is not None:
-            self._survival.uninstall()
+            self._survival.end()
         if self._sync is not None:
             self._sync.close()
             self._sync = None

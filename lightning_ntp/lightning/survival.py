@@ -1,7 +1,7 @@
-"""What the strategy does so that a fit survives the loss of a rank.
+"""What the strategy does so that a run survives the loss of a rank.
 
-Puts together the transaction (a step is replayed or finished), the recovery engine (agree, rebuild, reshard) and what
-the Trainer's world must learn of a change: rank zero, loggers, events, hooks.
+Puts together the transactions of steps and of evaluation batches, the recovery engine (agree, rebuild, reshard) and
+what the Trainer's world must learn of a change: rank zero, loggers, events, hooks.
 """
 
 from __future__ import annotations
@@ -10,71 +10,89 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from lightning.pytorch import Trainer
 
 from lightning_ntp import engine
-from lightning_ntp.comm import Interrupted, JobLost, Runtime, ShardedState, runtime
+from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
+from lightning_ntp.lightning.deferred_rows import DeferredRows
+from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import remember_rows, take_over_rank_zero
-from lightning_ntp.lightning.snapshot import Restore
 from lightning_ntp.lightning.transaction import Transaction
-from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan.policy import RecoveryPolicy
 
 log = logging.getLogger("lightning_ntp")
 
-EVENTS_FILE = "events.jsonl"
-
 
 class Survival:
-    """The recovery of one run of the trainer.
+    """The recovery of a rank, through all runs of the trainers in its script. Use :func:`survival_of`.
 
     Args:
-        trainer: The running trainer.
         current: The rank's runtime.
-        model: The cut model.
-        policy: What the user allows.
-        operations: Repeats collectives between steps; its state is part of what survivors tell each other.
-        states: Gives the per-parameter states that move with the parameters.
-        vote: The last collective of a step.
-        remember: Remembers what a step changes in the strategy; returns the function that puts it back.
-        follow: Lets the strategy follow a change, before anybody else hears of it.
+
+    Attributes:
+        operations: Repeats collectives between steps.
+        rows: Holds back what is logged until it is certain.
+        transaction: Of the running fit; None in other runs.
+        evaluation: Of the running trainer.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        current: Runtime,
-        model: ShardedModel,
-        policy: RecoveryPolicy,
-        operations: engine.Operations,
-        states: Callable[[], list[ShardedState]],
-        vote: Callable[[], None],
-        remember: Callable[[], Restore],
-        follow: Callable[[], None],
-        device: torch.device,
-    ) -> None:
-        self._trainer, self._runtime, self._follow = trainer, current, follow
+    def __init__(self, current: Runtime) -> None:
+        self._runtime = current
+        self.engine = engine.RecoveryEngine(current, self._changed)
+        self.operations = engine.Operations(self)
+        self.engine.describe = self._record
+        self.rows = DeferredRows()
+        self.transaction: Transaction | None = None
+        self.evaluation: Evaluation | None = None
+        self._trainer: Trainer | None = None
+        self._follow: Callable[[], None] = lambda: None
+        self._events: engine.EventLog | None = None
         self._replaying_since: float | None = None
-        self.engine = engine.RecoveryEngine(current, model, states, policy, self._changed)
-        self.engine.describe = operations.record
-        self.transaction = Transaction(trainer, self, vote, remember, device)
+        self._loops = 0
+
+    def begin(self, trainer: Trainer, policy: RecoveryPolicy, follow: Callable[[], None]) -> None:
+        """A run begins: from now on a rank that is lost interrupts the others, and they go on.
+
+        Args:
+            trainer: The running trainer.
+            policy: What the user allows.
+            follow: Lets the strategy follow a change, before anybody else hears of it.
+        """
+        self.end()
+        self._trainer, self._follow, self.engine.policy = trainer, follow, policy
+        self._events = None
+        self._runtime.announce_recoverable()
+
+    def install(self, evaluation: Evaluation, transaction: Transaction | None) -> None:
+        """The model is cut: steps and batches are transactions from now on. Call it on all ranks."""
+        assert self._trainer is not None
+        trainer = self._trainer
         # log_dir is a collective
         directory = Path(trainer.log_dir or trainer.default_root_dir)
-        self.events = engine.EventLog(directory / EVENTS_FILE, current.slot, lambda: trainer.is_global_zero)
+        self._events = engine.EventLog(directory / engine.FILE_NAME, self._runtime.slot, lambda: trainer.is_global_zero)
         remember_rows(trainer)
+        self.rows.install(trainer.loggers)
+        self.evaluation, self.transaction = evaluation, transaction
+        evaluation.begun = self._loops
+        evaluation.install()
+        if transaction is not None:
+            transaction.install()
+            self._runtime.may_start = lambda group: transaction.check_may_communicate(f"a collective on {group}")
 
-    def install(self) -> None:
-        self.transaction.install()
-        self._runtime.may_start = lambda group: self.transaction.check_may_communicate(f"a collective on {group}")
-
-    def uninstall(self) -> None:
+    def end(self) -> None:
+        """The run is over. A rank that is lost after it still only interrupts the others."""
         self._runtime.may_start = lambda group: None
-        self.transaction.uninstall()
+        if self.transaction is not None:
+            self.transaction.uninstall()
+        if self.evaluation is not None:
+            self.evaluation.uninstall()
+            self._loops = self.evaluation.begun
+        self.transaction = self.evaluation = None
+        self.rows.uninstall()
 
     # ---- what the transaction asks for --------------------------------------------------------------------------
 
@@ -87,7 +105,7 @@ class Survival:
         self.engine.committed = steps
         if self._replaying_since is not None:
             seconds, self._replaying_since = time.monotonic() - self._replaying_since, None
-            self.events.write("replay", step=steps - 1, seconds=seconds)
+            self._write("replay", step=steps - 1, seconds=seconds)
 
     @property
     def ready(self) -> bool:
@@ -100,11 +118,32 @@ class Survival:
     def agree(self, error: Interrupted) -> engine.Outcome:
         outcome: engine.Outcome = self._or_leave(lambda: self.engine.agree(error))
         if outcome is engine.Outcome.FORWARD:
-            self.events.write("forward", step=self.committed)
+            self._write("forward", step=self.committed)
         return outcome
 
     def complete(self) -> None:
+        """See :meth:`RecoveryEngine.complete`.
+
+        Raises:
+            RestartLoop: If the running evaluation loop must begin again.
+        """
         self._or_leave(self.engine.complete)
+        if self.evaluation is not None:
+            self.evaluation.check_whole()
+
+    @property
+    def records(self) -> Mapping[int, Mapping[str, Any]]:
+        """What every survivor of the last change had brought, by slot."""
+        return self.engine.records
+
+    def _record(self) -> dict[str, Any]:
+        idle = {"loops": self._loops, "looping": False, "passed": 0, "inside": False}
+        evaluation = self.evaluation.record() if self.evaluation is not None else idle
+        return {**self.operations.record(), "evaluation": evaluation}
+
+    def _write(self, event: str, **details: Any) -> None:
+        if self._events is not None:
+            self._events.write(event, **details)
 
     def _or_leave(self, act: Callable[[], Any]) -> Any:
         try:
@@ -125,6 +164,8 @@ class Survival:
         os._exit(0)
 
     def _save(self) -> Path:
+        assert self._trainer is not None
+        self.operations.settle()
         path = Path(self._trainer.default_root_dir) / f"ntp-step-{self.committed}.ckpt"
         self._trainer.save_checkpoint(path, weights_only=False)
         return path
@@ -132,7 +173,7 @@ class Survival:
     def _newest_checkpoint(self) -> str:
         paths = [
             path
-            for callback in self._trainer.checkpoint_callbacks
+            for callback in (self._trainer.checkpoint_callbacks if self._trainer is not None else ())
             for path in (getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", ""))
             if path and os.path.exists(path)
         ]
@@ -143,19 +184,32 @@ class Survival:
     def _changed(self, change: engine.Change) -> None:
         """The members have changed and the shards have moved: everything that knew the old generation follows."""
         trainer = self._trainer
+        assert trainer is not None
         was_zero = change.before.slots[0] == self._runtime.slot
         self._follow()
-        if trainer.is_global_zero and not was_zero:
+        if trainer.is_global_zero and not was_zero and self._events is not None:
             take_over_rank_zero(trainer)
-        self.events.write_change(change)
+        if self._events is not None:
+            self._events.write_change(change)
         if trainer.is_global_zero:
             log.warning(engine.describe(change))
             gone = [r for r in change.before.live_replicas if r not in change.after.live_replicas]
-            if gone:
+            if gone and self.transaction is not None:
                 log.warning("metrics of this epoch that only replica %s had accumulated are partial", gone)
         for listener in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
             hook = getattr(listener, "on_topology_change", None)
             if hook is not None:
                 hook(change)
-        if self.transaction.open:
+        if self.transaction is not None and self.transaction.open:
             self._replaying_since = time.monotonic()
+
+
+_current: Survival | None = None
+
+
+def survival_of(current: Runtime) -> Survival:
+    """The recovery of a runtime: one, whatever trainers come and go."""
+    global _current
+    if _current is None or _current._runtime is not current:
+        _current = Survival(current)
+    return _current

@@ -7,7 +7,6 @@ happened. Between the vote and the end of the update nothing communicates, so no
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from lightning_ntp.comm.interruption import Interrupted
 from lightning_ntp.engine.recovery import Outcome
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.attempts import Failure, Unwind, attempt
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.manual_state import ManualState
 from lightning_ntp.lightning.registered_state import RegisteredState
@@ -64,6 +64,7 @@ class Transaction:
         trainer: The trainer, its module and optimizers set up.
         recovery: How survivors find together again.
         vote: The last collective of a step.
+        rows: Holds back what a step logs until it is committed.
         remember: Remembers the caller's own state that a step changes; returns the function that puts it back.
         device: Whose random state counts, besides the CPU's.
     """
@@ -73,12 +74,14 @@ class Transaction:
         trainer: Trainer,
         recovery: Recovery,
         vote: Callable[[], None],
+        rows: DeferredRows,
         remember: Callable[[], Restore] | None = None,
         device: torch.device | None = None,
     ) -> None:
         self._trainer, self._recovery, self._vote = trainer, recovery, vote
         self._window: Window | None = None
-        self._rows = DeferredRows(lambda: self.open)
+        self._rows = rows
+        rows.hold_while(lambda: self.open)
         others = [self._rows.remember] if remember is None else [self._rows.remember, remember]
         self._recorder = SnapshotRecorder(trainer, device or torch.device("cpu"), others)
         self._swallowed: Interrupted | None = None
@@ -112,7 +115,6 @@ class Transaction:
     def install(self) -> None:
         """Take over the steps of a fit."""
         trainer = self._trainer
-        self._rows.install(trainer.loggers)
         self._undo.append(private.patch_after_closure(trainer.precision_plugin, self._at_vote))
         if trainer.lightning_module.automatic_optimization:
             wrap = partial(ReplayClosure, run=self._run_closure, before_backward=self.before_backward)
@@ -128,7 +130,6 @@ class Transaction:
         while self._undo:
             self._undo.pop()()
         self._window = self._swallowed = None
-        self._rows.uninstall()
         self._forward = self._recovery.ready = self.in_update = False
 
     def check_may_communicate(self, what: str) -> None:
@@ -169,9 +170,9 @@ class Transaction:
             with self._update_ends():
                 return run()
 
-        def may_replay(failure: _Failure) -> None:
+        def may_replay(failure: Failure) -> None:
             if window.position == before:
-                raise _Unwind(failure)  # the closure was called elsewhere: the caller must begin again
+                raise Unwind(failure)  # the closure was called elsewhere: the caller must begin again
 
         result = self._until_done(window, once, before, may_replay)
         if self._recovery.ready:
@@ -220,7 +221,7 @@ class Transaction:
                 # the module's `optimizer_step` has not stepped: still the others must know that we got here
                 self._cast()
 
-        def may_replay(failure: _Failure) -> None:
+        def may_replay(failure: Failure) -> None:
             if self._window is not window:
                 raise failure.error  # after the commit
 
@@ -310,10 +311,10 @@ class Transaction:
         """The vote. Returns when the step is to be finished.
 
         Raises:
-            _Unwind: If it is to be replayed.
+            Unwind: If it is to be replayed.
         """
         self._recovery.ready = True
-        _, failure = _attempt(self._vote)
+        _, failure = attempt(self._vote)
         if failure is None:
             return
         # no unwinding before it is known what became of the step: the gradients may be needed
@@ -322,14 +323,14 @@ class Transaction:
             return
         self._recovery.ready = False
         failure.agreed = True
-        raise _Unwind(failure)
+        raise Unwind(failure)
 
     def _until_done(
         self,
         window: Window,
         run: Callable[[], T],
         keep: int,
-        may_replay: Callable[[_Failure], None] = lambda failure: None,
+        may_replay: Callable[[Failure], None] = lambda failure: None,
     ) -> T:
         """Run until it was not interrupted.
 
@@ -339,18 +340,18 @@ class Transaction:
             keep: So many micro-batches of the window were done before; they run again first.
             may_replay: Raises if a failure is not to be recovered from here.
         """
-        result, failure = _attempt(run)
+        result, failure = attempt(run)
         while failure is not None:
             may_replay(failure)
             # outside of any `except`: there an exception's frames would keep the activations alive
-            _, again = _attempt(partial(self._roll_back, window, failure, keep))
+            _, again = attempt(partial(self._roll_back, window, failure, keep))
             if again is None:
-                result, again = _attempt(run)
+                result, again = attempt(run)
             failure = again
         assert result is not None or failure is None
         return result  # type: ignore[return-value]
 
-    def _roll_back(self, window: Window, failure: _Failure, keep: int) -> None:
+    def _roll_back(self, window: Window, failure: Failure, keep: int) -> None:
         """Recover, and go back to the state before the micro-batch number ``keep``."""
         self.replays += 1
         self._recovery.ready = False
@@ -390,40 +391,3 @@ class Transaction:
                 closure.let_go_of_graph()
             del window
             self._recovery.complete()
-
-
-class _Failure:
-    """An interruption, its frames cleared; ``agreed`` once the survivors know that the step is replayed."""
-
-    def __init__(self, error: Interrupted) -> None:
-        self.error, self.agreed = error, False
-
-
-class _Unwind(BaseException):
-    """Takes a failure out of code that is not ours: no ``except Exception`` there may hold it."""
-
-    def __init__(self, failure: _Failure) -> None:
-        super().__init__(str(failure.error))
-        self.failure = failure
-
-
-def _attempt(run: Callable[[], T]) -> tuple[T | None, _Failure | None]:
-    try:
-        return run(), None
-    except Interrupted as error:
-        failure = _Failure(error)
-        _release(error)
-    except _Unwind as error:
-        failure = error.failure
-        _release(error)
-    return None, failure
-
-
-def _release(error: BaseException | None) -> None:
-    """Let go of everything that the frames of an exception hold."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

@@ -35,6 +35,7 @@ class WholeState:
     ) -> None:
         self._model, self._generation, self._collectives = model, generation, collectives
         self.registered = RegisteredState()
+        self._resumed: list[Mapping[str, Any]] = []
         self._gathered = (0, "")
         """The identity of the last state dict, and the generation that it was gathered in."""
 
@@ -62,21 +63,49 @@ class WholeState:
             lambda: checkpoints.full_optimizer_state(model, inner, self._generation())
         )
 
-    def on_the_new_rank_zero(self, module: LightningModule, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """What is to be saved: gathered once more if a rank was lost since, because rank 0 may be another one then."""
+    def save(
+        self, module: LightningModule, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Write a checkpoint on rank 0. If a rank is lost meanwhile, rank 0 may be another one, with nothing to save or
+        half a file: then it is gathered and written once more.
+
+        Args:
+            module: Of the running trainer.
+            checkpoint: What this rank was given to save.
+            write: Writes it, on rank 0.
+        """
 
         def is_gone() -> bool:
             state, generation = self._gathered
             return state == id(checkpoint.get("state_dict")) and generation != self._generation().name
 
-        while self._collectives.decide(is_gone, all_=False):
+        while True:
+            if not self._collectives.decide(is_gone, all_=False):
+                write(checkpoint)
+                if not self._collectives.decide(is_gone, all_=False):
+                    return
             checkpoint = private.dump_checkpoint(module.trainer, "optimizer_states" not in checkpoint)
-        return checkpoint
 
     def load_optimizers(self, optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
         """Cut the optimizer states of a checkpoint."""
-        for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
+        self._resumed = list(checkpoint["optimizer_states"])
+        self.load_again(optimizers)
+
+    def load_again(self, optimizers: list[Optimizer]) -> None:
+        """After a change: the loaded optimizer states, cut for the present layout. Does nothing if there are none."""
+        for optimizer, state in zip(optimizers, self._resumed, strict=True) if self._resumed else ():
             optimizer.load_state_dict(checkpoints.local_optimizer_state(self._cut, optimizer, state))
+
+    @property
+    def resumed(self) -> bool:
+        """Whether loaded optimizer states are kept. Ranks load them at different moments, so until the first step they
+        are loaded again after a change, rather than moved.
+        """
+        return bool(self._resumed)
+
+    def forget_resumed(self) -> None:
+        """A step is done."""
+        self._resumed = []
 
     # ---- for users --------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 
 from lightning_ntp.comm.interruption import Interrupted
 from lightning_ntp.engine.recovery import Outcome
+from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.transaction import Transaction
 
 Fault = tuple[str, int]
@@ -100,8 +101,10 @@ class FaultyRank(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            self.transaction = Transaction(trainer, self.survivors, partial(self.faults.at, "vote"))
+            rows = DeferredRows()
+            self.transaction = Transaction(trainer, self.survivors, partial(self.faults.at, "vote"), rows)
             self.transaction.install()
+            rows.install(trainer.loggers)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.transaction is not None
