@@ -97,3 +97,5 @@ class Operations:
             # outside of the `except` block: the frames of the failed attempt are free
             self._recovery.agree(interruption)
             self._recovery.complete()
+            if self._recovery.engine.over:
+                return None  # type: ignore[return-value]

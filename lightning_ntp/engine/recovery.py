@@ -93,6 +93,8 @@ class RecoveryEngine:
         self._pending: Recovery | None = None
         self._lost: tuple[int, ...] = ()
         self.records: Mapping[int, Mapping[str, Any]] = {}
+        self.over = False
+        """A rank has left because its script is done. It has passed the last operation of all, so nobody needs more."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """More of what the other survivors shall know of this rank; must survive JSON."""
 
@@ -167,7 +169,7 @@ class RecoveryEngine:
     def _complete(self) -> None:
         recovery, self._pending = self._pending, None
         decision: Decision | None = None
-        while recovery is not None:
+        while recovery is not None and not self.over:
             self._follow(recovery)
             self._settle(recovery)
             decision = self._decide(recovery)
@@ -201,6 +203,7 @@ class RecoveryEngine:
     def _recover(self) -> Recovery:
         recovery = self._runtime.recover(self._record())
         self.records = recovery.records
+        self.over = any(departure.kind == "left" and not departure.reason for departure in recovery.departures)
         self._lost += tuple(s for s in recovery.lost if s not in self._lost)
         return recovery
 

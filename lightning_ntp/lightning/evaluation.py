@@ -55,6 +55,7 @@ class Evaluation:
         operations: The collectives that a batch may contain.
         generation: Gives the current generation.
         vote: A collective of this rank's replica. Who returns from it knows that all its ranks have entered it.
+        wait: An operation that waits for all ranks.
         complete_batch: Gives the batch to evaluate in place of one: with its part of lost replicas' samples.
         rows: Holds back what a batch logs until it is done.
         remember: Remembers the caller's own state that a batch changes; returns the function that puts it back.
@@ -68,13 +69,14 @@ class Evaluation:
         operations: Operations,
         generation: Callable[[], Generation],
         vote: Callable[[], None],
+        wait: Callable[[], None],
         complete_batch: Callable[[EvaluationLoop, Any, int, int], Any],
         rows: DeferredRows,
         remember: Callable[[], Restore],
         device: torch.device,
     ) -> None:
         self._trainer, self._recovery, self._operations, self._generation = trainer, recovery, operations, generation
-        self._vote, self._complete_batch, self._rows = vote, complete_batch, rows
+        self._vote, self._wait, self._complete_batch, self._rows = vote, wait, complete_batch, rows
         rows.hold_while(lambda: self._snapshot is not None)
         self._recorder = SnapshotRecorder(trainer, device, [rows.remember, remember, self._remember_loop])
         self._undo: list[Callable[[], None]] = []
@@ -129,7 +131,10 @@ class Evaluation:
                 self._replicas = self._generation().topology.live_replicas
                 self._passed, self._inside = self.begun * _LOOP, False
                 try:
-                    return run()
+                    result = run()
+                    # who is done stays: it may hold what a slower replica loses, or have to begin again
+                    self._wait()
+                    return result
                 except RestartLoop:
                     pass
                 # outside of the `except` block: the frames of the failed attempt are free

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -344,6 +344,7 @@ class NTPStrategy(ParallelStrategy):
             survival.operations,
             lambda: self.generation,
             partial(self._stop.vote_of_replica, trainer),
+            self.barrier,
             self._batches.evaluation,
             survival.rows,
             self._batches.remember,
@@ -728,11 +729,24 @@ class NTPStrategy(ParallelStrategy):
         self._stop.uninstall()
         self._whole.registered.clear()
         if self._survival is not None:
+            if self._is_done():
+                # nobody leaves while others may still need what it holds
+                self.barrier("teardown")
             self._survival.end()
         if self._sync is not None:
             self._sync.close()
             self._sync = None
         super().teardown()
+
+    def _is_done(self) -> bool:
+        """Whether the run ends in good order, on all ranks alike."""
+        module = self.lightning_module
+        return (
+            module is not None
+            and module._trainer is not None
+            and module.trainer.state.status == TrainerStatus.RUNNING
+            and self.sharded is not None
+        )
 
 
 def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
