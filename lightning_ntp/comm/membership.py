@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,8 @@ _ECHO_SECONDS = 10.0
 """For an entry of our own to come back through the log."""
 _PATIENCE_SECONDS = 3.0
 """A peer's connection closes before the log says that it died; by then the log has long said so."""
+_VERDICT_SECONDS = 2.0
+"""For the other ranks of a replica to raise the same: they are in the same step, and wait for each other in it."""
 _MAX_RETRIES = 3
 _RETRY_WINDOW_SECONDS = 120.0
 
@@ -140,6 +143,37 @@ class Membership:
         """Ask for a new generation with the same members."""
         reason = why.splitlines()[0][:200] if why else "asked for"
         self.append(Entry("retry", self.slot, self.uid, reason, round=generation, at=time.monotonic()))
+
+    def stands_alone(self, signature: str, mates: Iterable[int]) -> bool:
+        """Whose fault an exception is: that of this rank alone, or that of the program?
+
+        The ranks of a replica run one program on one batch, so a mistake in it shows on all of them, and soon. A second
+        rank that raises what one was given up for shows the same: a full disk, say, that every new rank 0 meets.
+
+        Args:
+            signature: Equal for what is raised at one place.
+            mates: The live slots of this rank's replica.
+
+        Returns:
+            True if the others shall go on without this rank.
+        """
+        name = hashlib.sha1(signature.encode()).hexdigest()
+        others = [slot for slot in mates if slot != self.slot]
+        if not (self.recoverable and others):
+            return False
+        round_, deadline = self.roster.commit, time.monotonic() + _VERDICT_SECONDS
+        with self._lock:
+            self._guard.call(self._store.set, f"raised/{round_}/{self.slot}", name)
+        keys = [f"raised/{round_}/{slot}" for slot in others]
+        while time.monotonic() < deadline:
+            with self._lock:
+                if self._guard.call(self._store.check, keys):
+                    if all(self._guard.call(self._store.get, key).decode() == name for key in keys):
+                        return False
+                    break
+            time.sleep(0.02)
+        with self._lock:
+            return self._guard.call(self._store.add, f"given-up/{name}", 1) == 1
 
     # ---- agreement --------------------------------------------------------------------------------------------
 

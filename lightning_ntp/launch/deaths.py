@@ -21,11 +21,12 @@ class Deaths:
     Args:
         store: The job's store.
         uids: Slot -> unique id of its process.
-        has_raised: Whether the rank in a slot has reported an exception: that ends the job as ever.
+        reason: Given a slot and how its process went, why it counts as dead; None if it does not, because it has
+            reported an exception that ends the job.
     """
 
-    def __init__(self, store: Any, uids: dict[int, str], has_raised: Callable[[int], bool]) -> None:
-        self._store, self._uids, self._has_raised = store, uids, has_raised
+    def __init__(self, store: Any, uids: dict[int, str], reason: Callable[[int, str], str | None]) -> None:
+        self._store, self._uids, self._reason = store, uids, reason
         self._log: Log | None = Log(store)
         self._watch = ExitWatch()
         self._pids: dict[int, int] = {}
@@ -63,18 +64,19 @@ class Deaths:
         """Let go of the store at once: in a process forked later, its destructor would wait for a thread of ours."""
         self._watch.close()
         self._store = self._log = None
-        self._has_raised = lambda slot: False
+        self._reason = lambda slot, how: None
 
     def _gone(self, slot: int, how: str) -> None:
         self._living.discard(slot)
         self._watch.remove(slot)
-        if self._has_raised(slot) or not announce_death(self._store, self._uids[slot], slot, how, self._log):
+        reason = self._reason(slot, how)
+        if reason is None or not announce_death(self._store, self._uids[slot], slot, reason, self._log):
             return
         self.slots.add(slot)
         left = len(self._living)
         if left:
             print(
-                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {how};"
+                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {reason};"
                 f" {left} rank{'s go' if left > 1 else ' goes'} on",
                 file=sys.stderr,
                 flush=True,

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -52,10 +52,16 @@ class Report:
     """It only says that a peer is gone, so it is never the cause."""
     plain: bool = False
     """The message says everything: a traceback would only bury it."""
+    alone: bool = False
+    """The others have not raised it and go on: it counts as the death of this rank."""
 
 
-def report(exception: BaseException) -> bool:
+def report(exception: BaseException, alone: bool = False) -> bool:
     """Leave ``exception`` for the supervisor. A later report of the same rank replaces it.
+
+    Args:
+        exception: What was raised.
+        alone: Whether the others go on without this rank.
 
     Returns:
         Whether it will be printed by the supervisor. False in a process without one, and for SystemExit and
@@ -65,7 +71,7 @@ def report(exception: BaseException) -> bool:
     if not is_rank() or not directory or isinstance(exception, (SystemExit, KeyboardInterrupt)):
         return False
     path = Path(directory) / f"report-{os.environ[SLOT]}.json"
-    content = json.dumps(asdict(_describe(int(os.environ[SLOT]), exception)))
+    content = json.dumps(asdict(replace(describe(exception), alone=alone)))
     try:
         # The supervisor must never read half a report.
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -107,7 +113,8 @@ def user_traceback(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
-def _describe(slot: int, exception: BaseException) -> Report:
+def describe(exception: BaseException) -> Report:
+    """An exception of this rank."""
     tb = user_traceback(exception.__traceback__)
     kind = type(exception)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
@@ -116,7 +123,7 @@ def _describe(slot: int, exception: BaseException) -> Report:
     plain = bool(getattr(kind, PLAIN, False))
     echo = isinstance(exception, (RuntimeError, ConnectionError)) and any(e in message.lower() for e in _ECHOES)
     return Report(
-        slot=slot,
+        slot=int(os.environ.get(SLOT, "0")),
         when=time.monotonic(),
         summary=f"{name}: {message.splitlines()[0] if message else ''}".rstrip(": "),
         signature="|".join([name, *places]),

@@ -92,7 +92,7 @@ class Supervisor:
         self._reports: dict[int, Report] = {}
         self._incarnations = 0
         self._uids: dict[int, str] = {}
-        self._deaths = Deaths(None, self._uids, lambda slot: False)
+        self._deaths = Deaths(None, self._uids, lambda slot, how: None)
         self._died: list[Failure] = []
 
     def run(self) -> Outcome:
@@ -138,7 +138,7 @@ class Supervisor:
         # After the server: a fork of this process must not inherit the store's socket and thread.
         address = self._store_address or self._host_store()
         host, _, port = address.rpartition(":")
-        self._deaths = Deaths(self.store, self._uids, lambda slot: self._has_raised(slot, job_dir))
+        self._deaths = Deaths(self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir))
         for slot in range(self.ranks):
             uid = f"{self.job}.{self._incarnations}"
             self._incarnations += 1
@@ -204,7 +204,7 @@ class Supervisor:
             self._look_for_report(slot, job_dir)
             report = self._reports.get(slot)
             failure = failure_of(slot, code, now, report)
-            if failure is not None and report is None and not self._told_to_end:
+            if failure is not None and (report is None or report.alone) and not self._told_to_end:
                 self._deaths.ended(slot, failure.summary.removeprefix("killed by "))
             if slot in self._deaths.slots:
                 if failure is not None:
@@ -219,15 +219,24 @@ class Supervisor:
     def _told_to_end(self) -> bool:
         return self._ending.pressed or self._ending.stop_signal is not None or self._relay.pending
 
-    def _has_raised(self, slot: int, job_dir: Path) -> bool:
+    def _cause_of_death(self, slot: int, how: str, job_dir: Path) -> str | None:
         self._look_for_report(slot, job_dir)
-        return slot in self._reports
+        report = self._reports.get(slot)
+        if report is None:
+            return how
+        return f"raised {report.summary[:200]}" if report.alone else None
 
     def _look_for_report(self, slot: int, job_dir: Path) -> None:
         report = read_report(job_dir, slot)
-        if report is not None:
-            self._reports[slot] = report
+        if report is None:
+            return
+        known = self._reports.get(slot)
+        self._reports[slot] = report
+        if not report.alone:
             self._ending.raised(slot, time.monotonic())
+        elif known is None or not known.alone:
+            text = f"{report.text.rstrip()}\n(raised by slot {slot} alone, which leaves the job for it)\n"
+            print(text, end="", file=sys.stderr, flush=True)
 
     def _server_lost(self, server: ServerProcess) -> None:
         code = server.end()

@@ -49,6 +49,9 @@ class LaunchableStrategy(Protocol):
     def set_world_ranks(self) -> None:
         """Take rank and world size from the environment. Called in a rank whose strategy came by pickle or fork."""
 
+    def judge(self, error: BaseException) -> BaseException:
+        """What to raise for an exception in this rank. Does not return if the others go on without it."""
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state, on slot 0 at least. Collective; called after ``teardown``."""
 
@@ -95,7 +98,7 @@ class NTPLauncher(_Launcher):
         """
         if is_rank():
             _check_missing_main_guard()
-            return _run_in_this_rank(function, args, kwargs)
+            return _run_in_this_rank(self._strategy, function, args, kwargs)
         environment = self._strategy.cluster_environment
         if environment is not None and environment.creates_processes_externally and environment.world_size() > 1:
             raise RuntimeError(
@@ -172,12 +175,17 @@ class _WorkerOutput(NamedTuple):
     callback_metrics: dict[str, Any]
 
 
-def _run_in_this_rank(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_in_this_rank(
+    strategy: LaunchableStrategy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     try:
         return function(*args, **kwargs)
     except BaseException as error:
         # Before the caller runs callbacks: one of them may wait for a peer that never comes, or end the process.
-        report(error)
+        cause = strategy.judge(error)
+        report(cause)
+        if cause is not error:
+            raise cause from error
         raise
 
 
@@ -196,7 +204,7 @@ def _run_and_collect(
             args, kwargs = _disable_module_memory_sharing((args, kwargs))
     launcher._strategy.set_world_ranks()
     if trainer is None:
-        return move_data_to_device(_run_in_this_rank(function, args, kwargs), "cpu")
+        return move_data_to_device(_run_in_this_rank(launcher._strategy, function, args, kwargs), "cpu")
     # The one which encloses the launch runs in the caller's process; exceptions are for the ranks' callbacks to see.
     # It leads back into `launch`, which in a rank just calls the function.
     results = _call_and_handle_interrupt(trainer, function, *args, **kwargs)

@@ -274,6 +274,10 @@ class NTPStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             check_model(self, self.lightning_module)
 
+    def judge(self, error: BaseException) -> BaseException:
+        """Called by the launcher when something was raised in this rank: see :meth:`Survival.judge`."""
+        return error if self._survival is None else self._survival.judge(error)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()

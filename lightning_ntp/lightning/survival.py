@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from lightning.pytorch import Trainer
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
+from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import remember_rows, take_over_rank_zero
@@ -25,6 +27,12 @@ from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.plan.policy import RecoveryPolicy
 
 log = logging.getLogger("lightning_ntp")
+
+
+class OutOfMemoryAfterShrink(RuntimeError):
+    """A replica's shards have become too large for its devices."""
+
+    __plain_reason__ = True  # no bug: the supervisor prints the message alone
 
 
 class Survival:
@@ -93,6 +101,36 @@ class Survival:
             self._loops = self.evaluation.begun
         self.transaction = self.evaluation = None
         self.rows.uninstall()
+
+    def judge(self, error: BaseException) -> BaseException:
+        """Whose fault is an exception in this rank?
+
+        Returns:
+            What to raise for it. Not if it is this rank's alone: then the rank leaves and the others go on.
+        """
+        if not isinstance(error, Exception):
+            return error
+        topology, slot = self._runtime.generation.topology, self._runtime.slot
+        replica = self._runtime.generation.replica
+        degree, at_launch = topology.degrees[replica], self._runtime.launched.degrees[replica]
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) and degree < at_launch:
+            return OutOfMemoryAfterShrink(
+                f"slot {slot} ran out of memory at tensor-parallel degree {degree}: replica {replica} was launched at"
+                f" {at_launch}, and each of its ranks now holds {at_launch / degree:.2f} times as much of the model and"
+                f" of its activations. Giving up this rank too would only make the others' shares larger. Start again"
+                f" with smaller batches, activation checkpointing or min_tensor_parallel_size={degree + 1}"
+                f" ({self._newest_checkpoint()}). It said: {str(error).splitlines()[0] if str(error) else repr(error)}"
+            )
+        found = describe(error)
+        if not (found.echo or found.plain) and self._runtime.membership.stands_alone(
+            found.signature, topology.tensor_parallel_slots(replica)
+        ):
+            report(error, alone=True)
+            log.warning("slot %d has raised an exception that the others have not, and leaves the job", slot)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return error
 
     # ---- what the transaction asks for --------------------------------------------------------------------------
 
