@@ -49,7 +49,9 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
 
 def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(PYTHON[0] + "\n    print('degrees', trainer.strategy.degrees, 'steps', trainer.global_step)\n")
+    script.write_text(
+        PYTHON[0] + "\n    print(f'degrees {trainer.strategy.degrees} steps {trainer.global_step}\\n', end='')\n"
+    )
     output = run([sys.executable, str(script)], tmp_path)
     assert output.count("degrees (2, 2) steps 8") == 4
 

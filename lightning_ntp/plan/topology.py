@@ -294,8 +294,8 @@ def as_size(name: str, value: object, or_else: str = "") -> int:
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # YAML and arithmetic give 4.0
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        value = operator.index(value)  # NumPy's integers
+    if isinstance(value, SupportsIndex) and not type(value).__name__.startswith("bool"):
+        value = operator.index(value)  # NumPy's integers, but not its bool, which was one too before NumPy 2.4
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise TopologyError(f"{name}={value!r} is not {or_else}an integer of at least 1")
     return value

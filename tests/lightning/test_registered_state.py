@@ -130,5 +130,5 @@ def test_state_that_cannot_be_moved_is_refused_by_name(world: Worlds) -> None:
 def test_before_the_model_is_cut_there_is_nothing_to_register() -> None:
     from lightning_ntp import NTPStrategy
 
-    with pytest.raises(RuntimeError, match="call it in on_fit_start or later"):
+    with pytest.raises(RuntimeError, match="call this in on_fit_start or later"):
         NTPStrategy(degrees=(2, 1)).register_state({})

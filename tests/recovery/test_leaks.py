@@ -145,7 +145,7 @@ def test_a_job_with_a_loss_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_twenty_jobs_with_a_loss_leave_nothing(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     for number in range(20):
