@@ -145,10 +145,11 @@ class NTPStrategy(ParallelStrategy):
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
         self._survival: Survival | None = None
-        self._collectives = ReplicaCollectives(lambda: self.generation, self._operations, lambda: self._transaction)
-        self._whole = WholeState(lambda: self.sharded, lambda: self.generation, self._collectives)
-        self._batches = Batches(lambda: self.generation)
-        self._stop = StopTogether(lambda: self.generation)
+        # methods rather than lambdas: the strategy is pickled for spawned ranks
+        self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
+        self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
+        self._batches = Batches(self._get_generation)
+        self._stop = StopTogether(self._get_generation)
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -225,9 +226,18 @@ class NTPStrategy(ParallelStrategy):
             raise RuntimeError("process groups exist only inside the ranks, once the trainer has set them up")
         return self._runtime.generation
 
-    def _operations(self) -> engine.Operations:
+    def _get_generation(self) -> Generation:
+        return self.generation
+
+    def _get_model(self) -> ShardedModel | None:
+        return self.sharded
+
+    def _get_operations(self) -> engine.Operations:
         assert self._survival is not None
         return self._survival.operations
+
+    def _get_transaction(self) -> Transaction | None:
+        return self._transaction
 
     @property
     def _transaction(self) -> Transaction | None:
@@ -346,7 +356,7 @@ class NTPStrategy(ParallelStrategy):
             trainer,
             survival,
             survival.operations,
-            lambda: self.generation,
+            self._get_generation,
             partial(self._stop.vote_of_replica, trainer),
             self.barrier,
             self._batches.evaluation,
