@@ -23,6 +23,8 @@ from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
 
+_MAX_RETRIES = 3
+
 
 class Outcome(enum.Enum):
     """How an interrupted step goes on."""
@@ -93,6 +95,7 @@ class RecoveryEngine:
         self._pending: Recovery | None = None
         self._lost: tuple[int, ...] = ()
         self.records: Mapping[int, Mapping[str, Any]] = {}
+        self._retries: tuple[int, int] = (-1, 0)
         self.over = False
         """A rank has left because its script is done. It has passed the last operation of all, so nobody needs more."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
@@ -205,7 +208,25 @@ class RecoveryEngine:
         self.records = recovery.records
         self.over = any(departure.kind == "left" and not departure.reason for departure in recovery.departures)
         self._lost += tuple(s for s in recovery.lost if s not in self._lost)
+        self._count_retries(recovery)
         return recovery
+
+    def _count_retries(self, recovery: Recovery) -> None:
+        """Collectives that fail again and again although nobody dies: ranks wait for each other in different ones.
+
+        Counted by what is done meanwhile, and not by time: each attempt takes as long as the time-out.
+        """
+        if recovery.lost:
+            self._retries = (-1, 0)
+            return
+        done = max(int(r["committed"]) + int(r.get("progress", 0)) for r in recovery.records.values())
+        self._retries = (done, self._retries[1] + 1 if self._retries[0] == done else 1)
+        if self._retries[1] > _MAX_RETRIES:
+            raise JobLost(
+                f"collectives failed {self._retries[1]} times in step {self.committed} although no rank has died: some"
+                " ranks wait in another one than the others. Replicas may have different numbers of batches, or code"
+                " with collectives (a forward of the model is one) may run on some ranks only"
+            )
 
     def _record(self) -> dict[str, Any]:
         return {

@@ -26,12 +26,27 @@ def full_state_dict(model: ShardedModel, generation: Generation) -> dict[str, An
     for name, value in model.module.state_dict().items():
         entry = known.get(name)
         if entry is None:
+            _refuse_copy_of_shard(model, name, value)
             state[name] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
             continue
         if entry.turn not in gathered:
             gathered[entry.turn] = gather_full(entry, value, generation)
         state[name] = gathered[entry.turn]
     return state if generation.rank == 0 else {}
+
+
+def _refuse_copy_of_shard(model: ShardedModel, name: str, value: Any) -> None:
+    """A tensor that was made from a shard would be written as if it were the whole."""
+    if name in model.names or not isinstance(value, Tensor):
+        return
+    for entry in model:
+        if not entry.sharding.replicated and value.shape == entry.parameter.shape != entry.shape:
+            raise RuntimeError(
+                f"{name!r} came to {type(model.module).__name__} after it was cut, and has the shape"
+                f" {tuple(value.shape)} of a shard of {entry.name!r}: the checkpoint would hold a part as if it were"
+                " the whole. Make copies in __init__ or configure_model, before the model is cut, or keep them outside"
+                " of the module with trainer.strategy.register_state()"
+            )
 
 
 def check_still_fits(model: ShardedModel, generation: Generation) -> None:

@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_ntp.lightning.buffer_copies import version_of
 
 # set by whoever knows the current process groups: never put back
-_OF_THE_GENERATION = ("dist_sync_fn", "process_group", "distributed_available_fn")
+_OF_THE_GENERATION = ("process_group", "distributed_available_fn")
 _OF_COLLECTIONS = ("_groups", "_groups_checked", "_state_is_copy")
 
 

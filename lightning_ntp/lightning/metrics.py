@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torchmetrics.metric
 from torch import Tensor
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -18,16 +19,24 @@ def gather_from_replicas(tensor: Tensor, generation: Generation) -> list[Tensor]
     return [everyone[rank] for rank in generation.first_ranks]
 
 
-def gather_metric_state(state: Tensor, group: Any | None = None) -> list[Tensor]:
-    """A ``dist_sync_fn`` for torchmetrics. A plain function: metrics are copied and pickled along with their module.
+def count_replicas_once() -> None:
+    """Let all metrics in this process gather from replicas, whoever holds them: a rank each would count peers again.
+
+    torchmetrics 1.9: ``Metric.sync`` takes ``gather_all_tensors`` from its module unless it was given a function.
+    """
+    torchmetrics.metric.gather_all_tensors = _gather_metric_state  # type: ignore[attr-defined,assignment]
+
+
+def _gather_metric_state(state: Tensor, group: Any | None = None) -> list[Tensor]:
+    """In place of ``gather_all_tensors``.
 
     Args:
         state: A state of a metric; replicas may hold different shapes.
-        group: The metric's process group, which a membership change would make stale: not used.
+        group: A process group that the user has given.
     """
     current = runtime.current()
-    if current is None:
-        return [state]
+    if current is None or group is not None:
+        return gather_all_tensors(state, group)
     gathered: list[Tensor] = current.repeat("a metric's sync", lambda: gather_from_replicas(state, current.generation))
     return gathered
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -11,12 +12,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_ntp.comm import Generation
+from lightning_ntp.engine import PeerMismatchError
 from lightning_ntp.launch import StopRequest
 from lightning_ntp.lightning import private
 
+_SILENT = -(2**62)
+"""Smaller than any checksum and its negative."""
+
 
 class StopTogether:
-    """Turns a signal that one rank got into a stop of all.
+    """The vote of a step; turns a signal that one rank got into a stop of all.
 
     In training the request rides in the vote of a step, so between steps nothing communicates. In evaluation the
     ranks of a replica agree before every batch: replicas may have different numbers of batches.
@@ -42,10 +47,28 @@ class StopTogether:
     def vote(self) -> None:
         """The last collective of a step: who returns from it knows that all ranks have complete gradients."""
         generation = self._generation()
-        self._told = self._agree(generation.world)
+        topology = generation.topology
+        # one number for all, then two for each replica: the largest and the smallest checksum of its random states
+        ballot = torch.full((1 + 2 * len(topology.replicas),), _SILENT, dtype=torch.int64)
+        ballot[0] = self._request.stop_requested() or 0
+        if generation.degree > 1:
+            checksum = _random_checksum(generation.device)
+            ballot[1 + 2 * generation.replica] = checksum
+            ballot[2 + 2 * generation.replica] = -checksum
+        ballot = ballot.to(generation.device)
+        dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=generation.world)
         if generation.device.type == "cuda":
             # there `wait` only orders streams: what an aborted collective left behind is no vote
             generation.life.check("vote")
+        self._told, *checksums = ballot.tolist()
+        for replica in range(len(topology.replicas)):
+            largest, smallest = checksums[2 * replica], -checksums[2 * replica + 1]
+            if largest != _SILENT and largest != smallest:
+                raise PeerMismatchError(
+                    f"the ranks of replica {replica} have different random states at the end of a step: random numbers"
+                    " were drawn on some ranks only, in a callback that acts on rank 0, say. Masks of dropout would"
+                    " differ between tensor-parallel peers: draw from a torch.Generator of your own there"
+                )
 
     def stop_if_told(self, trainer: Trainer) -> None:
         """Before a training batch.
@@ -78,3 +101,10 @@ class StopTogether:
         if signum:
             private.mark_sigterm_received(trainer)
             raise SIGTERMException
+
+
+def _random_checksum(device: torch.device) -> int:
+    checksum = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    if device.type == "cuda":
+        checksum = zlib.crc32(torch.cuda.get_rng_state(device).numpy().tobytes(), checksum)
+    return checksum

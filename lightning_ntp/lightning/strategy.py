@@ -17,10 +17,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_ntp import engine
@@ -44,7 +44,7 @@ from lightning_ntp.lightning.environment import NTPEnvironment, device_number
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
-from lightning_ntp.lightning.metrics import gather_metric_state
+from lightning_ntp.lightning.metrics import count_replicas_once
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
@@ -56,9 +56,11 @@ from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.policy import RecoveryPolicy
-from lightning_ntp.plan.topology import as_size, resolve_degrees
+from lightning_ntp.plan.topology import as_degrees, as_size, resolve_degrees
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_SHORTEST, _LONGEST = 1.0, 365 * 86400.0
+"""Seconds that a time-out may take: a collective of a large model takes some, and clocks overflow."""
 
 
 class NTPStrategy(ParallelStrategy):
@@ -111,7 +113,12 @@ class NTPStrategy(ParallelStrategy):
         super().__init__()
         if start_method not in ("popen", "spawn", "fork"):
             raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
-        if isinstance(bucket_cap_mb, bool) or not math.isfinite(bucket_cap_mb) or bucket_cap_mb <= 0:
+        if process_group_backend not in (None, "gloo", "nccl"):
+            raise ValueError(
+                f"process_group_backend={process_group_backend!r} is not supported: use 'gloo', 'nccl', or None for"
+                " what fits the device"
+            )
+        if not (is_number(bucket_cap_mb) and bucket_cap_mb > 0):
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a finite number of MiB above 0")
         if save_distributed_checkpoint:
             raise ValueError(
@@ -122,13 +129,12 @@ class NTPStrategy(ParallelStrategy):
         for name, size in (
             ("tensor_parallel_size", tensor_parallel_size),
             ("data_parallel_size", data_parallel_size),
-            *(("degrees", degree) for degree in degrees or ()),
         ):
             if size != "auto":
                 as_size(name, size)
         self._tensor_parallel_size = tensor_parallel_size
         self._data_parallel_size = data_parallel_size
-        self._degrees = None if degrees is None else tuple(degrees)
+        self._degrees = None if degrees is None else as_degrees(degrees)
         self.plan = plan
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._process_group_backend = process_group_backend
@@ -141,6 +147,8 @@ class NTPStrategy(ParallelStrategy):
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
         self._resumable: set[Optimizer] = set()
+        self._held: dict[Optimizer, int] = {}
+        """How many parameters each optimizer had when it was checked."""
         self.policy = RecoveryPolicy(min_tensor_parallel_size, max_failures, failure_window)
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
@@ -306,6 +314,7 @@ class NTPStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
         self._runtime.repeat = self._collectives.run
+        count_replicas_once()
         self._survival = survival_of(self._runtime)
         self._survival.begin(trainer, self.policy, self._follow_change)
         self._share_random_state()
@@ -333,6 +342,7 @@ class NTPStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.sharded, module)
             self._resumable = set()
+            self._held = {optimizer: _count(optimizer) for optimizer in self.optimizers}
             if self._sync is not None:
                 self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
@@ -341,8 +351,6 @@ class NTPStrategy(ParallelStrategy):
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
         self._batches.reset()
-        for metric in (m for m in module.modules() if isinstance(m, Metric)):
-            metric.dist_sync_fn = gather_metric_state
         self._set_up_recovery(trainer, fits)
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
@@ -461,6 +469,28 @@ class NTPStrategy(ParallelStrategy):
         seed_workers_by_replica(dataloader, kwargs["rank"])
         return dataloader
 
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None and self.sharded is not None
+        batches = self.lightning_module.trainer.num_training_batches
+        number = -1 if math.isinf(batches) else int(batches)
+
+        def compare() -> bool:
+            return engine.all_equal(number, self.generation.world, self.root_device)
+
+        if not self._collectives.run("comparing the numbers of batches", compare):
+            raise ValueError(
+                f"replicas have different numbers of training batches ({number} in replica {self.replica}): every step"
+                " needs all of them. Leave the sampler to the Trainer, make yours with"
+                " **trainer.distributed_sampler_kwargs, or set limit_train_batches to the smallest number"
+            )
+        degrees, replicas = self.degrees, len(self.topology.live_replicas)
+        rank_zero_info(
+            f"ntp: degrees {degrees}, {'a replica' if replicas == 1 else 'replicas'} over {sum(degrees)} devices; a"
+            f" global batch is {replicas} x batch_size"
+            + ("; with one replica nothing has a second copy, so the loss of a rank ends the job" * (replicas == 1))
+        )
+
     # ---- the step ---------------------------------------------------------------------------------------------
 
     @override
@@ -553,7 +583,10 @@ class NTPStrategy(ParallelStrategy):
                 )
             return result
 
-        assert self._transaction is not None
+        assert self._transaction is not None and self.sharded is not None and self.lightning_module is not None
+        if self._held.get(optimizer) != _count(optimizer):  # by add_param_group
+            check_optimizers([optimizer], self.sharded, self.lightning_module)
+            self._held[optimizer] = _count(optimizer)
         step = partial(super().optimizer_step, optimizer, complete_closure, model, **kwargs)
         result = self._transaction.optimizer_step(step)
         if optimizer.state and optimizer not in self._resumable and self.sharded is not None:
@@ -767,9 +800,21 @@ def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
     if timeout is None:
         return DEFAULT_TIMEOUT
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if isinstance(seconds, bool) or not math.isfinite(seconds) or seconds <= 0:
-        raise ValueError(f"timeout={timeout!r} must be a finite number of seconds above 0, or a timedelta")
+    if not (is_number(seconds) and _SHORTEST <= seconds <= _LONGEST):
+        raise ValueError(
+            f"timeout={timeout!r} must be a number of seconds between {_SHORTEST:g} and {_LONGEST:g} (a year), or a"
+            " timedelta"
+        )
     return timedelta(seconds=seconds)
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number: not NaN, not True, not a text."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _step_arguments(module: LightningModule) -> tuple[str, ...]:

@@ -177,7 +177,9 @@ class Survival:
     def _record(self) -> dict[str, Any]:
         idle = {"loops": self._loops, "looping": False, "passed": 0, "inside": False}
         evaluation = self.evaluation.record() if self.evaluation is not None else idle
-        return {**self.operations.record(), "evaluation": evaluation}
+        operations = self.operations.record()
+        progress = int(operations["operation"]) + int(evaluation["passed"])
+        return {**operations, "evaluation": evaluation, "progress": progress}
 
     def _write(self, event: str, **details: Any) -> None:
         if self._events is not None:

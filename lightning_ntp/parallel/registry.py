@@ -81,6 +81,8 @@ class ShardedModel:
         self.parameters: tuple[ShardedParameter, ...] = ()
         self._by_parameter: dict[Tensor, ShardedParameter] = {}
         self._followers: list[Relayout] = []
+        self.names: frozenset[str] = frozenset()
+        """What the module's state dict held when it was registered."""
 
     def declare(self, name: str, parameter: Tensor, sharding: Sharding) -> None:
         """Say how a parameter is cut. Registered by identity: a tied weight has one sharding for all its uses.
@@ -113,6 +115,7 @@ class ShardedModel:
             found[parameter].aliases.append(name)
         self.parameters = tuple(found.values())
         self._by_parameter = {entry.parameter: entry for entry in self.parameters}
+        self.names = frozenset(self.module.state_dict(keep_vars=True))
         for entry in self.parameters:
             # fail here, where every rank fails alike, rather than in the first step
             entry.sharding.layouts(self.place.family, self.place.degree)

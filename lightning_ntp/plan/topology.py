@@ -54,7 +54,7 @@ class Topology:
             TopologyError: If there is no replica, a degree is not an integer of at least 1, or one is above the
                 full degree.
         """
-        degrees = _degrees(degrees)
+        degrees = as_degrees(degrees)
         full = max(degrees) if full_degree is None else as_size("full_degree", full_degree)
         if full < max(degrees):
             raise TopologyError(f"degrees={degrees}: {max(degrees)} is above the full degree {full}")
@@ -233,7 +233,7 @@ def resolve_degrees(
                 f" 'auto' (got degrees={degrees!r}, tensor_parallel_size={tensor_parallel_size!r},"
                 f" data_parallel_size={data_parallel_size!r})"
             )
-        chosen = _degrees(degrees)
+        chosen = as_degrees(degrees)
         if sum(chosen) != total:
             raise TopologyError(
                 f"degrees={chosen} need {sum(chosen)} devices but {there_are}: set devices={sum(chosen)} on one node"
@@ -272,7 +272,12 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == "auto"
 
 
-def _degrees(degrees: object) -> tuple[int, ...]:
+def as_degrees(degrees: object) -> tuple[int, ...]:
+    """The degrees that the user gave.
+
+    Raises:
+        TopologyError: If it is no list of integers of at least 1.
+    """
     if isinstance(degrees, str | bytes) or not isinstance(degrees, Iterable):
         raise TopologyError(f"degrees={degrees!r} must name the degree of every replica, for example (4, 3)")
     given = tuple(degrees)
