@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -365,6 +365,11 @@ def loader_of(loop: EvaluationLoop, dataloader_idx: int) -> tuple[Any, float]:
 def is_prediction_sampler(sampler: object) -> bool:
     """2.6.6: the sampler that predict gets, which repeats no sample to make parts equal."""
     return type(sampler) is UnrepeatedDistributedSamplerWrapper
+
+
+def counts_indices(batch_sampler: object) -> bool:
+    """2.6.6: the batch sampler that predict gets, which notes the samples of its batches in ``seen_batch_indices``."""
+    return type(batch_sampler) is _IndexBatchSamplerWrapper
 
 
 def _copy_lists(value: Any) -> Any:

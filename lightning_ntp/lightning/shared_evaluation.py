@@ -1,6 +1,8 @@
 """The evaluation samples of a replica that is gone: the others take them over, so that every sample still counts.
 
-Evaluation has no global batches: the samples of lost replicas are spread evenly over the batches of the others.
+Evaluation has no global batches: the samples of lost replicas are spread evenly over the batches of the others. Those
+become larger, not more, because a step may contain collectives over all replicas. Sums and means over samples are what
+they were; what is made of whole batches (the largest mean of a batch) may not be.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import copy
 import logging
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.private import EvaluationLoop
@@ -48,9 +50,10 @@ class SharedEvaluation:
                 )
             self._warned = True
             return batch
-        key = (id(loop), dataloader_idx, loader.sampler.epoch, limit, topology.live_replicas)
+        sampler = loader.batch_sampler.sampler
+        key = (id(loop), dataloader_idx, sampler.epoch, limit, topology.live_replicas)
         if key != self._key:
-            self._key, self._batches = key, _deal(loader, limit, topology, replica)
+            self._key, self._batches = key, _deal(loader.batch_sampler, limit, topology, replica)
         indices = self._batches[batch_idx]
         seen = getattr(loader.batch_sampler, "seen_batch_indices", None)
         if seen:  # 2.6.6: prediction writers are told which samples a batch has
@@ -58,16 +61,15 @@ class SharedEvaluation:
         return loader.collate_fn([loader.dataset[index] for index in indices])
 
 
-def _deal(loader: Any, limit: float, topology: Topology, replica: int) -> list[list[int]]:
+def _deal(batches: Any, limit: float, topology: Topology, replica: int) -> list[list[int]]:
     """The batches of a replica, its own samples first."""
-    size = loader.batch_size
-    parts = []
-    for number in range(len(topology.replicas)):
-        samples = _samples(loader.sampler, number)
-        parts.append(samples if limit == float("inf") else samples[: int(limit) * size])
+    size = batches.batch_size
+    parts = [_samples(batches.sampler, number) for number in range(len(topology.replicas))]
+    if limit * size < len(parts[replica]):  # the user's limit, rather than the end of this replica's samples
+        parts = [part[: int(limit) * size] for part in parts]
     live = topology.live_replicas
     own = [parts[replica][start : start + size] for start in range(0, len(parts[replica]), size)]
-    if loader.drop_last and own and len(own[-1]) < size:
+    if batches.drop_last and own and len(own[-1]) < size:
         own.pop()
     orphans = [index for number, part in enumerate(parts) if number not in live for index in part]
     more, count = orphans[live.index(replica) :: len(live)], len(own)
@@ -83,9 +85,9 @@ def _samples(sampler: Any, replica: int) -> list[int]:
 
 
 def _can_be_shared(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and not isinstance(loader.dataset, IterableDataset)
-        and (type(loader.sampler) is DistributedSampler or private.is_prediction_sampler(loader.sampler))
-        and loader.batch_size is not None
-    )
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    # not the dataloader's own attributes: predict gets a batch sampler, and then it has none
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    regular = type(loader.batch_sampler) is BatchSampler or private.counts_indices(loader.batch_sampler)
+    return regular and (type(sampler) is DistributedSampler or private.is_prediction_sampler(sampler))

@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.attribute_copies import AttributeRecorder
 from lightning_ntp.lightning.buffer_copies import BufferCopies, BufferRecorder, BufferSlot
 from lightning_ntp.lightning.metric_states import MetricRecorder
 
@@ -26,8 +27,8 @@ Restore = Callable[[], None]
 class Snapshot:
     """The state at the beginning of one micro-batch. Made by :class:`SnapshotRecorder`."""
 
-    def __init__(self, parts: list[Restore], buffers: BufferCopies) -> None:
-        self._parts = parts
+    def __init__(self, parts: list[Restore], attributes: Restore, buffers: BufferCopies) -> None:
+        self._parts, self._attributes = parts, attributes
         self.buffers = buffers
 
     def restore(self) -> None:
@@ -35,6 +36,8 @@ class Snapshot:
         # in evaluation too: a tensor made in inference mode could never be changed in training
         with torch.inference_mode(False):
             self.buffers.restore()
+            # only here: `on_topology_change` may set some, and what is replayed changes them as it did
+            self._attributes()
         self.restore_around(())
 
     def restore_around(self, buffers: Iterable[BufferSlot]) -> None:
@@ -62,6 +65,7 @@ class SnapshotRecorder:
         self.parameters: list[nn.Parameter] = []
         self._buffers = BufferRecorder()
         self._metrics = MetricRecorder()
+        self._attributes = AttributeRecorder()
         self._own: list[Any] = []
 
     def take(self) -> Snapshot:
@@ -84,7 +88,7 @@ class SnapshotRecorder:
             parts.append(_owned(owner))
         for remember in self._others:
             parts.append(remember())
-        return Snapshot(parts, self._buffers.take())
+        return Snapshot(parts, self._attributes.take(), self._buffers.take())
 
     def committed(self) -> None:
         """The step of the last snapshot is done."""
@@ -96,6 +100,7 @@ class SnapshotRecorder:
         self.parameters = list(module.parameters())
         self._buffers.look_around(module)
         self._metrics.look_around(module)
+        self._attributes.look_around(module)
         self._own = [owner for owner in (module, *self._trainer.callbacks) if hasattr(owner, "ntp_snapshot")]  # type: ignore[attr-defined]
 
 

@@ -180,7 +180,7 @@ def _survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int
     for part in ("score", *whole, *(() if dropped else ("fitted", "tested"))):
         assert_same(got.first[part], want.first[part], EXACT, part)
     if dropped:
-        for key in ("test_mean", "test_samples", "test_ids", "test_highest"):
+        for key in ("test_mean", "test_samples", "test_ids", "test_loss_epoch"):
             assert_same(got.first["tested"][key], want.first["tested"][key], EXACT, key)
     else:
         assert_same(got.rows(), want.rows(), 1e-6, "rows")
@@ -219,3 +219,20 @@ REPRESENTATIVE = [
 def test_a_kill_outside_of_steps_leaves_no_trace(world: Worlds, death: Death, tmp_path: Path) -> None:
     degrees = (1, 2) if death[0] < 2 else (2, 1)
     _survives(world, Script((2, 2), (death,)), tmp_path, degrees)
+
+
+DROPPED: list[tuple[tuple[int, ...], Death]] = [
+    ((1, 2), (0, "validation_forward", 2)),
+    ((2, 1), (2, "validation_end", 3)),
+    ((1, 1), (1, "test", 1)),
+    ((1, 2), (0, "predict_forward", 2)),
+    ((2, 1), (2, "sanity", 1)),
+]
+
+
+@pytest.mark.parametrize(("degrees", "death"), DROPPED, ids=str)
+def test_the_samples_of_a_replica_that_is_gone_are_evaluated_by_others(
+    world: Worlds, degrees: tuple[int, ...], death: Death, tmp_path: Path
+) -> None:
+    left = (0, degrees[1]) if death[0] == 0 else (degrees[0], 0)
+    _survives(world, Script(degrees, (death,), more=1), tmp_path, left)
