@@ -15,9 +15,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torchmetrics
 from lightning.fabric.utilities import seed
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
@@ -177,6 +181,53 @@ def test_a_fetched_batch_is_brought_to_the_device_in_three_steps() -> None:
     assert [code.index(s) for s in steps] == sorted(code.index(s) for s in steps)
 
 
+def test_data_are_prepared_by_the_first_local_rank_after_the_environment_is_set_up() -> None:
+    connector = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")._DataConnector
+    code = source(connector.prepare_data)
+    assert "local_rank_zero=trainer.local_rank==0" in code and "with_InfiniteBarrier():" in code
+    assert parameters(connector.prepare_data) == ["self"]
+
+
+def test_evaluation_loops_are_made_of_the_parts_that_are_taken_over() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    loops = private.evaluation_loops(trainer)
+    assert [type(loop) for loop in loops] == [_EvaluationLoop] * 3 + [_PredictionLoop]
+    arguments = ["self", "batch", "batch_idx", "dataloader_idx", "dataloader_iter"]
+    for kind, step, end in (
+        (_EvaluationLoop, "_evaluation_step", "_store_dataloader_outputs"),
+        (_PredictionLoop, "_predict_step", "on_run_end"),
+    ):
+        assert parameters(getattr(kind, step)) == arguments
+        code = source(inspect.getclosurevars(kind.run).nonlocals["loop_run"])
+        assert f"self.{step}(batch,batch_idx,dataloader_idx,dataloader_iter)" in code
+        # whatever is made of the results of a dataloader comes after it
+        assert code.rindex(f"self.{step}(") < code.rindex(f"self.{end}()")
+    for loop, names in (
+        (loops[0], ("_has_run", "_seen_batches_per_dataloader", "_logged_outputs")),
+        (loops[3], ("_predictions", "epoch_batch_indices")),
+    ):
+        assert set(names) <= vars(loop).keys()
+        assert {"_module_mode", "_combined_loader", "batch_progress"} <= vars(loop).keys()
+        assert isinstance(loop.max_batches, list)
+
+
+def test_predict_gets_a_sampler_and_a_batch_sampler_of_lightnings_own() -> None:
+    data = importlib.import_module("lightning.pytorch.utilities.data")
+    connector = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
+    assert "UnrepeatedDistributedSamplerWrapper(" in source(connector._get_distributed_sampler)
+    assert "_IndexBatchSamplerWrapper(" in source(data._dataloader_init_kwargs_resolve_sampler)
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(5)), 2, False)
+    wrapped = _IndexBatchSamplerWrapper(sampler)
+    assert (wrapped.batch_size, wrapped.drop_last, wrapped.sampler) == (2, False, sampler.sampler)  # type: ignore[attr-defined]
+    assert private.counts_indices(wrapped) and [next(iter(wrapped))] == wrapped.seen_batch_indices
+
+
+def test_metrics_gather_by_a_function_that_their_module_names() -> None:
+    code = source(torchmetrics.Metric.sync)
+    assert "ifdist_sync_fnisNone:dist_sync_fn=gather_all_tensors" in code
+    assert "gather_all_tensors" in vars(torchmetrics.metric)
+
+
 def test_the_places_where_a_step_leaves_traces_are_where_we_look() -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     connector = trainer._logger_connector
@@ -249,6 +300,12 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_results",
         "_step_fn",
         "_zero_grad_fn",
+        "_EvaluationLoop",
+        "_PredictionLoop",
+        "_IndexBatchSamplerWrapper",
+        "_combined_loader",
+        "_data_connector",
+        "_module_mode",
     },
     "strategy.py": {
         "_device_mesh",
