@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from lightning_ntp.launch.environment import JOB_DIR
+
+
+def stop_mark(job_dir: str | os.PathLike[str]) -> str:
+    """The file that says that the whole job was told to stop. Written by the supervisor before any rank is."""
+    return os.path.join(job_dir, "stop")
+
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
@@ -22,14 +32,30 @@ class StopRequest:
     cannot set handlers, it stays silent.
     """
 
+    ALONE_SECONDS = 1.0
+    """For the supervisor to say that the whole job was told to stop: it takes milliseconds."""
+
     def __init__(self, signals: tuple[signal.Signals, ...] = (signal.SIGINT, signal.SIGTERM)) -> None:
         self._signals = signals
         self._previous: dict[signal.Signals, _Handler] = {}
         self._requested: int | None = None
+        self._when = 0.0
 
     def stop_requested(self) -> int | None:
         """Number of the signal that came first, or ``None``."""
         return self._requested
+
+    def is_undecided(self) -> bool:
+        """Whether it is too early to say whether the whole job was told to stop, or this rank alone."""
+        return self._might_be_alone() and time.monotonic() - self._when < self.ALONE_SECONDS
+
+    def is_alone(self) -> bool:
+        """Whether SIGTERM was meant for this rank alone: the supervisor would have passed on one to the job."""
+        return self._might_be_alone() and not self.is_undecided()
+
+    def _might_be_alone(self) -> bool:
+        directory = os.environ.get(JOB_DIR)
+        return self._requested == signal.SIGTERM and directory is not None and not os.path.exists(stop_mark(directory))
 
     def install(self) -> None:
         """Take the signals over. Signals which the process ignores (``nohup``) stay ignored."""
@@ -55,7 +81,7 @@ class StopRequest:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if self._requested is None:
-            self._requested = signum
+            self._requested, self._when = signum, time.monotonic()
         former = self._previous.get(signal.Signals(signum))
         # A handler of the user's own still runs; Python's default one would raise KeyboardInterrupt here and now.
         if callable(former) and former is not signal.default_int_handler:

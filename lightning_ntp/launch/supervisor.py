@@ -26,6 +26,7 @@ from lightning_ntp.launch.program import Program
 from lightning_ntp.launch.relay import SignalRelay
 from lightning_ntp.launch.report import Report, read_report
 from lightning_ntp.launch.server_process import ServerProcess, exec_server, fork_server
+from lightning_ntp.launch.stop import stop_mark
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
@@ -185,10 +186,12 @@ class Supervisor:
                     server.kill()  # none has started, and none shall
                     return
                 if self._ending.stop_signal is None and to_ranks:
+                    Path(stop_mark(job_dir)).touch()
                     server.channel.send({"do": "signal", "signum": signum})
                 self._ending.stop(signum, now)
             due = self._ending.due(now)
             if due is not None:
+                Path(stop_mark(job_dir)).touch()
                 server.channel.send({"do": "signal", "signum": due})
 
     def _hear(self, message: Message, job_dir: Path) -> None:

@@ -1,10 +1,11 @@
-"""Ctrl-C and SIGTERM: all ranks stop after the same step."""
+"""Ctrl-C and SIGTERM: all ranks stop after the same step; a rank that alone is told to go leaves alone."""
 
 from __future__ import annotations
 
 import signal
 import zlib
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,15 @@ class StopTogether:
     In training the request rides in the vote of a step, so between steps nothing communicates. In evaluation the
     ranks of a replica agree before every batch: replicas may have different numbers of batches.
 
+    A rank that alone got SIGTERM leaves by itself: a machine that is taken away, say.
+
     Args:
         generation: Gives the current generation.
+        leave: Leaves the job, given the reason; the others go on.
     """
 
-    def __init__(self, generation: Callable[[], Generation]) -> None:
-        self._generation = generation
+    def __init__(self, generation: Callable[[], Generation], leave: Callable[[str], NoReturn]) -> None:
+        self._generation, self._leave = generation, leave
         self._request = StopRequest()
         self._told = 0
 
@@ -50,7 +54,7 @@ class StopTogether:
         topology = generation.topology
         # one number for all, then two for each replica: the largest and the smallest checksum of its random states
         ballot = torch.full((1 + 2 * len(topology.replicas),), _SILENT, dtype=torch.int64)
-        ballot[0] = self._request.stop_requested() or 0
+        ballot[0] = self._own()
         if generation.degree > 1:
             checksum = _random_checksum(generation.device)
             ballot[1 + 2 * generation.replica] = checksum
@@ -87,8 +91,14 @@ class StopTogether:
             generation.life.check("vote")
         self._stop(told, trainer)
 
+    def _own(self) -> int:
+        """The signal that the job was sent, as far as this rank knows."""
+        if self._request.is_alone():
+            self._leave("SIGTERM to it alone")
+        return 0 if self._request.is_undecided() else self._request.stop_requested() or 0
+
     def _agree(self, group: dist.ProcessGroup | None) -> int:
-        told = self._request.stop_requested() or 0
+        told = self._own()
         if group is None:
             return told
         vote = torch.tensor([told], device=self._generation().device)

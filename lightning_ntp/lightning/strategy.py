@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -157,7 +157,7 @@ class NTPStrategy(ParallelStrategy):
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
         self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
         self._batches = Batches(self._get_generation)
-        self._stop = StopTogether(self._get_generation)
+        self._stop = StopTogether(self._get_generation, self._leave)
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -233,6 +233,10 @@ class NTPStrategy(ParallelStrategy):
         if self._runtime is None:
             raise RuntimeError("process groups exist only inside the ranks, once the trainer has set them up")
         return self._runtime.generation
+
+    def _leave(self, reason: str) -> NoReturn:
+        assert self._survival is not None
+        self._survival.leave(reason)
 
     def _get_generation(self) -> Generation:
         return self.generation

@@ -189,13 +189,13 @@ class Survival:
         try:
             return act()
         except engine.Released as error:
-            self._leave(str(error))
+            self.leave(str(error))
         except engine.PolicyForbids as error:
             raise JobLost(f"{error}; a checkpoint of the last complete step is at {self._save()}") from None
         except JobLost as error:
             raise JobLost(f"{error} ({self._newest_checkpoint()})") from None
 
-    def _leave(self, reason: str) -> NoReturn:
+    def leave(self, reason: str) -> NoReturn:
         """Leave the job for good. The others go on; no callback of this rank may run any more."""
         log.warning("slot %d leaves the job: %s", self._runtime.slot, reason)
         runtime.shutdown(reason, others_go_on=True)

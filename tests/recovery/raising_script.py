@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -30,6 +33,11 @@ class Raises(Callback):
                 raise ValueError("gone")
             if slot == 3 and trainer.global_step == 4:
                 raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+            return
+        if who == "told":
+            if slot == 3 and trainer.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.4)
             return
         victims = {
             "one": [2],

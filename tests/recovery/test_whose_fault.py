@@ -55,3 +55,11 @@ def test_out_of_memory_after_a_shrink_is_explained(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     assert "slot 3 ran out of memory at tensor-parallel degree 1: replica 1 was launched at 2" in done.stderr
     assert "2.00 times" in done.stderr and "tried to allocate 3 GiB" in done.stderr
+
+
+def test_a_rank_that_alone_is_told_to_stop_leaves_alone(tmp_path: Path) -> None:
+    done = _run(tmp_path, "told")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: step 8, degrees (2, 1)" in done.stdout
+    assert "slot 3 leaves the job: SIGTERM to it alone" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
