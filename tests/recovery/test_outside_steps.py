@@ -2,197 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
-from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric
-from torchmetrics.aggregation import CatMetric
 
-from tests.lightning.rigs import EndState, assert_same, slot
-from tests.recovery.jobs import EXACT, PER_REPLICA, Samples, Worlds, assert_left, numbers
-from tests.recovery.models import Automatic
-from tests.recovery.places import Death, Places
-
-
-@dataclass(frozen=True)
-class Script:
-    """Fit with validation and checkpoints, then test and predict."""
-
-    degrees: tuple[int, ...]
-    deaths: tuple[Death, ...] = ()
-    batches: int = 3
-    more: int = 0
-    """Samples beyond whole batches, in validation, test and predict."""
-
-
-class Evaluated(Automatic):
-    """Logs in evaluation in every way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = CatMetric()
-        self.mean, self.highest = MeanMetric(), MaxMetric()
-        self.outputs: list[float] = []
-
-    def _evaluate(self, name: str, batch: Any, batch_idx: int) -> Tensor:
-        loss, size = self.loss(batch, batch_idx), len(batch[2])
-        self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
-        self.log(f"{name}_samples", float(size), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
-        self.mean.update(loss, size)
-        self.highest.update(loss)
-        self.seen.update(batch[2].double())
-        self.log(f"{name}_mean", self.mean, batch_size=size)
-        self.log(f"{name}_highest", self.highest, batch_size=size)
-        self.outputs.append(float(loss))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("val", batch, batch_idx)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        everyone = self.all_gather(torch.tensor(float(len(batch[2])), dtype=torch.float64))
-        self.log("together", everyone.sum(), reduce_fx="sum", batch_size=1)
-        self._evaluate("test", batch, batch_idx)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"ids": batch[2], "out": self.net(batch[0])}
-
-    def _end(self, name: str) -> None:
-        self.log(f"{name}_outputs", float(len(self.outputs)), sync_dist=True)
-        self.log(f"{name}_ids", self.seen.compute().unique().sum())
-        self.seen.reset()
-        self.outputs.clear()
-
-    def on_validation_epoch_end(self) -> None:
-        self._end("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._end("test")
-
-
-def _script(script: Script, directory: str, how: int) -> dict[str, Any]:
-    import signal
-
-    from lightning_ntp import NTPStrategy
-
-    torch.manual_seed(3)
-    replicas = len(script.degrees)
-    module, end = Evaluated(), EndState()
-    checkpoints = ModelCheckpoint(Path(directory) / "saved", monitor="val_loss", save_last=True, save_top_k=2)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=sum(script.degrees),
-        strategy=NTPStrategy(degrees=script.degrees, timeout=30),
-        precision="64-true",
-        max_epochs=2,
-        val_check_interval=2,
-        num_sanity_val_steps=2,
-        log_every_n_steps=1,
-        logger=CSVLogger(directory, name="", version="rows", flush_logs_every_n_steps=1),
-        default_root_dir=directory,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[
-            end,
-            checkpoints,
-            EarlyStopping("val_loss", patience=50),
-            Places(script.deaths, signal.Signals(how)),
-        ],
-    )
-    count = replicas * PER_REPLICA * script.batches
-    trained = DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True)
-    evaluated = DataLoader(Samples(count + script.more), batch_size=PER_REPLICA)
-    trainer.fit(module, trained, evaluated)
-    fitted = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    tested = trainer.test(module, evaluated, verbose=False)
-    predicted = trainer.predict(module, evaluated)
-    return {
-        "fitted": fitted,
-        "tested": {k: float(v) for k, v in tested[0].items()},
-        "predicted": {int(i): out for each in predicted for i, out in zip(each["ids"], each["out"], strict=True)},
-        "times": [int(i) for each in predicted for i in each["ids"]],
-        "replica": trainer.strategy.replica,
-        "parameters": end.parameters,
-        "optimizers": end.optimizers,
-        "best": Path(checkpoints.best_model_path).name,
-        "score": float(checkpoints.best_model_score),
-        "degrees": trainer.strategy.topology.degrees,
-        "slot": slot(),
-    }
-
-
-@dataclass
-class Found:
-    survivors: dict[int, dict[str, Any]]
-    directory: Path
-
-    @property
-    def first(self) -> dict[str, Any]:
-        return self.survivors[min(self.survivors)]
-
-    def rows(self) -> list[dict[str, float]]:
-        with open(self.directory / "rows" / "metrics.csv", newline="") as file:
-            return numbers([{k: v for k, v in row.items() if v} for row in csv.DictReader(file)])
-
-    def predictions(self) -> dict[int, Tensor]:
-        """By sample; each must have been made once."""
-        replicas = {found["replica"]: found for found in self.survivors.values()}
-        times = sorted(i for found in replicas.values() for i in found["times"])
-        assert times == sorted(set(times)), f"predicted more than once: {times}"
-        return {i: out for found in replicas.values() for i, out in found["predicted"].items()}
-
-
-def _run(world: Worlds, script: Script, directory: Path, dead: set[int], how: int = 9) -> Found:
-    from tests.recovery.jobs import Result
-
-    directory.mkdir(parents=True, exist_ok=True)
-    outcomes = world(sum(script.degrees), fresh=True).start(_script, script, str(directory), how).survive(100)
-    result = Result(outcomes, directory)
-    assert_left(result, dead, set())
-    return Found(result.survivors, directory)
-
-
-_undisturbed: dict[Script, Found] = {}
-
-
-def _survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int, ...], how: int = 9) -> None:
-    from dataclasses import replace
-
-    quiet = replace(script, deaths=())
-    if quiet not in _undisturbed:
-        _undisturbed[quiet] = _run(world, quiet, directory / "undisturbed", set())
-    want, dead = _undisturbed[quiet], {death[0] for death in script.deaths}
-    got = _run(world, script, directory / "disturbed", dead, how)
-    assert got.first["degrees"] == degrees
-    dropped = 0 in degrees
-    # unsharded at the end of the fit, on the rank 0 of then
-    whole = ("parameters", "optimizers") if got.first["parameters"] else ()
-    assert whole or 0 in dead
-    for part in ("score", *whole, *(() if dropped else ("fitted", "tested"))):
-        assert_same(got.first[part], want.first[part], EXACT, part)
-    if dropped:
-        for key in ("test_mean", "test_samples", "test_ids", "test_loss_epoch"):
-            assert_same(got.first["tested"][key], want.first["tested"][key], EXACT, key)
-    else:
-        assert_same(got.rows(), want.rows(), 1e-6, "rows")
-    assert got.first["best"] == want.first["best"]
-    assert_same(got.predictions(), want.predictions(), EXACT, "predictions")
-    saved = sorted(p.name for p in (got.directory / "saved").iterdir())
-    assert saved == sorted(p.name for p in (want.directory / "saved").iterdir())
-    for name in saved:
-        one, other = (torch.load(d / "saved" / name, weights_only=False) for d in (got.directory, want.directory))
-        assert_same(one["state_dict"], other["state_dict"], EXACT, f"{name}: parameters")
-        assert_same(one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"], EXACT, name)
-
+from tests.recovery.jobs import Worlds
+from tests.recovery.places import PLACES, Death
+from tests.recovery.whole_runs import Script, survives
 
 REPRESENTATIVE = [
     (0, "setup", 1),
@@ -218,7 +34,7 @@ REPRESENTATIVE = [
 @pytest.mark.parametrize("death", REPRESENTATIVE, ids=lambda death: "-".join(map(str, death)))
 def test_a_kill_outside_of_steps_leaves_no_trace(world: Worlds, death: Death, tmp_path: Path) -> None:
     degrees = (1, 2) if death[0] < 2 else (2, 1)
-    _survives(world, Script((2, 2), (death,)), tmp_path, degrees)
+    survives(world, Script((2, 2), (death,)), tmp_path, degrees)
 
 
 DROPPED: list[tuple[tuple[int, ...], Death]] = [
@@ -235,4 +51,31 @@ def test_the_samples_of_a_replica_that_is_gone_are_evaluated_by_others(
     world: Worlds, degrees: tuple[int, ...], death: Death, tmp_path: Path
 ) -> None:
     left = (0, degrees[1]) if death[0] == 0 else (degrees[0], 0)
-    _survives(world, Script(degrees, (death,), more=1), tmp_path, left)
+    survives(world, Script(degrees, (death,), more=1), tmp_path, left)
+
+
+def _schedules() -> list[tuple[Death, ...]]:
+    """Every slot at every place, up to four victims in a script, at most two of a replica."""
+    rounds: list[tuple[Death, ...]] = []
+    for offset in range(8):
+        victims: list[Death] = []
+        for number, place in enumerate(PLACES):
+            dead = [death[0] for death in victims]
+            slot = (5 * number + offset) % 8
+            if place == "write":  # rank 0 does it
+                slot = min(set(range(8)) - set(dead))
+            if slot in dead or sum(d // 4 == slot // 4 for d in dead) == 2:
+                rounds.append(tuple(victims))
+                victims, slot = [], 0 if place == "write" else slot
+            victims.append((slot, place, 1))
+        rounds.append(tuple(victims))
+    return rounds
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("deaths", _schedules(), ids=lambda deaths: ",".join(f"{s}-{place}" for s, place, _ in deaths))
+def test_every_slot_at_every_place(world: Worlds, deaths: tuple[Death, ...], tmp_path: Path) -> None:
+    degrees = [4, 4]
+    for slot, _, _ in deaths:
+        degrees[slot // 4] -= 1
+    survives(world, Script((4, 4), deaths), tmp_path, (degrees[0], degrees[1]))

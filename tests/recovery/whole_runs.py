@@ -1,0 +1,233 @@
+"""Whole scripts, from setup to predict, in which ranks die anywhere; and what is compared with the undisturbed run."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics.aggregation import CatMetric
+
+from tests.lightning.rigs import EndState, assert_same, slot
+from tests.recovery.jobs import EXACT, PER_REPLICA, Result, Samples, Worlds, assert_left, numbers
+from tests.recovery.models import Automatic
+from tests.recovery.places import Death, Places
+
+
+@dataclass(frozen=True)
+class Script:
+    """Fit with validation and checkpoints, then test and predict."""
+
+    degrees: tuple[int, ...]
+    deaths: tuple[Death, ...] = ()
+    faults: tuple[tuple[int, int, str], ...] = ()
+    """(slot, step, phase) for FaultInjector; every one kills."""
+    timed: tuple[tuple[int, float], ...] = ()
+    """(slot, seconds after the fit has started); every one kills."""
+    batches: int = 3
+    more: int = 0
+    """Samples beyond whole batches, in validation, test and predict."""
+
+    @property
+    def victims(self) -> set[int]:
+        return {each[0] for each in (*self.deaths, *self.faults, *self.timed)}
+
+
+class Timed(Callback):
+    """Kills this process some time after the fit has started."""
+
+    def __init__(self, times: Iterable[tuple[int, float]]) -> None:
+        self._times = [seconds for victim, seconds in times if victim == slot()]
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for seconds in self._times:
+            timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            timer.daemon = True
+            timer.start()
+
+
+class Evaluated(Automatic):
+    """Logs in evaluation in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = CatMetric()
+        self.mean, self.highest = MeanMetric(), MaxMetric()
+        self.outputs: list[float] = []
+
+    def _evaluate(self, name: str, batch: Any, batch_idx: int) -> Tensor:
+        loss, size = self.loss(batch, batch_idx), len(batch[2])
+        self.log(f"{name}_loss", loss, on_step=True, on_epoch=True, sync_dist=True, batch_size=size)
+        self.log(f"{name}_samples", float(size), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.mean.update(loss, size)
+        self.highest.update(loss)
+        self.seen.update(batch[2].double())
+        self.log(f"{name}_mean", self.mean, batch_size=size)
+        self.log(f"{name}_highest", self.highest, batch_size=size)
+        self.outputs.append(float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("val", batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        everyone = self.all_gather(torch.tensor(float(len(batch[2])), dtype=torch.float64))
+        self.log("together", everyone.sum(), reduce_fx="sum", batch_size=1)
+        self._evaluate("test", batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"ids": batch[2], "out": self.net(batch[0])}
+
+    def _end(self, name: str) -> None:
+        self.log(f"{name}_outputs", float(len(self.outputs)), sync_dist=True)
+        self.log(f"{name}_ids", self.seen.compute().unique().sum())
+        self.seen.reset()
+        self.outputs.clear()
+
+    def on_validation_epoch_end(self) -> None:
+        self._end("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._end("test")
+
+
+def whole_script(script: Script, directory: str, how: int) -> dict[str, Any]:
+    from lightning_ntp import NTPStrategy
+    from lightning_ntp.callbacks import FaultInjector
+
+    torch.manual_seed(3)
+    replicas = len(script.degrees)
+    module, end = Evaluated(), EndState()
+    checkpoints = ModelCheckpoint(Path(directory) / "saved", monitor="val_loss", save_last=True, save_top_k=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=sum(script.degrees),
+        strategy=NTPStrategy(degrees=script.degrees, timeout=30),
+        precision="64-true",
+        max_epochs=2,
+        val_check_interval=2,
+        num_sanity_val_steps=2,
+        log_every_n_steps=1,
+        logger=CSVLogger(directory, name="", version="rows", flush_logs_every_n_steps=1),
+        default_root_dir=directory,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[
+            end,
+            checkpoints,
+            EarlyStopping("val_loss", patience=50),
+            Timed(script.timed),
+            Places(script.deaths, signal.Signals(how)),
+            FaultInjector([{"kind": "kill", "slot": s, "step": step, "phase": p} for s, step, p in script.faults]),
+        ],
+    )
+    count = replicas * PER_REPLICA * script.batches
+    trained = DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True)
+    evaluated = DataLoader(Samples(count + script.more), batch_size=PER_REPLICA)
+    trainer.fit(module, trained, evaluated)
+    fitted = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    tested = trainer.test(module, evaluated, verbose=False)
+    predicted = trainer.predict(module, evaluated)
+    return {
+        "fitted": fitted,
+        "tested": {k: float(v) for k, v in tested[0].items()},
+        "predicted": {int(i): out for each in predicted for i, out in zip(each["ids"], each["out"], strict=True)},
+        "times": [int(i) for each in predicted for i in each["ids"]],
+        "replica": trainer.strategy.replica,
+        "parameters": end.parameters,
+        "optimizers": end.optimizers,
+        "best": Path(checkpoints.best_model_path).name,
+        "score": float(checkpoints.best_model_score),
+        "degrees": trainer.strategy.topology.degrees,
+        "slot": slot(),
+    }
+
+
+@dataclass
+class Found:
+    survivors: dict[int, dict[str, Any]]
+    directory: Path
+
+    @property
+    def first(self) -> dict[str, Any]:
+        return self.survivors[min(self.survivors)]
+
+    def rows(self) -> list[dict[str, float]]:
+        with open(self.directory / "rows" / "metrics.csv", newline="") as file:
+            return numbers([{k: v for k, v in row.items() if v} for row in csv.DictReader(file)])
+
+    def predictions(self) -> dict[int, Tensor]:
+        """By sample; each must have been made once."""
+        replicas = {found["replica"]: found for found in self.survivors.values()}
+        times = sorted(i for found in replicas.values() for i in found["times"])
+        assert times == sorted(set(times)), f"predicted more than once: {times}"
+        return {i: out for found in replicas.values() for i, out in found["predicted"].items()}
+
+
+def run_script(world: Worlds, script: Script, directory: Path, how: int = 9) -> Result:
+    """Run a script in processes of its own."""
+    directory.mkdir(parents=True, exist_ok=True)
+    running = world(sum(script.degrees), fresh=True).start(whole_script, script, str(directory), how)
+    return Result(running.survive(100), directory)
+
+
+_undisturbed: dict[Script, Found] = {}
+
+
+def undisturbed(world: Worlds, script: Script, directory: Path) -> Found:
+    """The same script without its faults, run once per session."""
+    quiet = replace(script, deaths=(), faults=(), timed=())
+    if quiet not in _undisturbed:
+        result = run_script(world, quiet, directory / f"undisturbed-{len(_undisturbed)}")
+        assert_left(result, set(), set())
+        _undisturbed[quiet] = Found(result.survivors, result.directory)
+    return _undisturbed[quiet]
+
+
+def survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int, ...], how: int = 9) -> None:
+    """Run a script with its faults and check that nobody can tell from its results."""
+    want = undisturbed(world, script, directory)
+    result = run_script(world, script, directory / "disturbed", how)
+    assert_left(result, script.victims, set())
+    got = Found(result.survivors, result.directory)
+    assert got.first["degrees"] == degrees
+    compare(got, want, script.victims)
+
+
+def compare(got: Found, want: Found, dead: set[int]) -> None:
+    """Check that a script has given the numbers of the undisturbed one.
+
+    Raises:
+        AssertionError: Naming the first that is not.
+    """
+    dropped = 0 in got.first["degrees"]
+    # unsharded at the end of the fit, on the rank 0 of then
+    whole = ("parameters", "optimizers") if got.first["parameters"] else ()
+    assert whole or 0 in dead
+    for part in ("score", *whole, *(() if dropped else ("fitted", "tested"))):
+        assert_same(got.first[part], want.first[part], EXACT, part)
+    if dropped:
+        for key in ("test_mean", "test_samples", "test_ids", "test_loss_epoch"):
+            assert_same(got.first["tested"][key], want.first["tested"][key], EXACT, key)
+    else:
+        assert_same(got.rows(), want.rows(), 1e-6, "rows")
+    assert got.first["best"] == want.first["best"]
+    assert_same(got.predictions(), want.predictions(), EXACT, "predictions")
+    saved = sorted(p.name for p in (got.directory / "saved").iterdir())
+    assert saved == sorted(p.name for p in (want.directory / "saved").iterdir())
+    for name in saved:
+        one, other = (torch.load(d / "saved" / name, weights_only=False) for d in (got.directory, want.directory))
+        assert_same(one["state_dict"], other["state_dict"], EXACT, f"{name}: parameters")
+        assert_same(one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"], EXACT, name)
