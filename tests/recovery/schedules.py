@@ -1,8 +1,8 @@
 """Seeded random schedules of faults: ``python -m tests.recovery.schedules --seeds 0 500``.
 
-One seed is one script (fit with validation and checkpoints, test, predict) in which any number of ranks die at any time
-(at a phase of a training step, at a place outside of steps, or whenever a clock says so). None may hang; each must end as
-the policy says: all survivors return, with the numbers of the undisturbed script; or all survivors say that no copy of
+One seed is one script (fit with validation and checkpoints, test, predict) in which any number of ranks die at any
+time: at a phase of a training step, at a place outside of steps, or whenever a clock says so. None may hang, and each
+must end as the policy says. Either all survivors return with the numbers of the undisturbed script, or all say that no copy of
 something is left, which takes deaths in every replica. ``--seeds N`` replays one.
 """
 
