@@ -2,7 +2,7 @@
 
 One seed is one script (fit with validation and checkpoints, test, predict) in which any number of ranks die at any
 time: at a phase of a training step, at a place outside of steps, or whenever a clock says so. None may hang, and each
-must end as the policy says. Either all survivors return with the numbers of the undisturbed script, or all say that no copy of
+must end as the policy says: all survivors return with the numbers of the undisturbed script, or all say that no copy of
 something is left, which takes deaths in every replica. ``--seeds N`` replays one.
 """
 
