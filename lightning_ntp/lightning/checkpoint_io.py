@@ -6,11 +6,13 @@ import contextlib
 import glob
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
+
+from lightning_ntp.launch import progress
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -31,7 +33,7 @@ class WholeFileIO(TorchCheckpointIO):
         beside = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
             with open(beside, "wb") as file:
-                torch.save(checkpoint, file)
+                torch.save(checkpoint, cast(IO[bytes], _Watched(file)))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, target)
@@ -39,6 +41,21 @@ class WholeFileIO(TorchCheckpointIO):
             with contextlib.suppress(OSError):
                 beside.unlink()
             raise
+
+
+class _Watched:
+    """A file whose every write shows that the rank goes on."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, content: Any) -> int:
+        written = self._file.write(content)
+        progress.current().beat()
+        return written
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -18,6 +18,7 @@ from lightning.pytorch import Trainer
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
+from lightning_ntp.launch import progress
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import remember_rows, take_over_rank_zero
@@ -65,6 +66,7 @@ class Survival:
         self.end()
         self._trainer, self._follow, self.engine.policy = trainer, follow, policy
         self._events = None
+        progress.current().forget_done()
         self._runtime.announce_recoverable()
 
     def install(self, evaluation: Evaluation, transaction: Transaction | None) -> None:
@@ -74,6 +76,7 @@ class Survival:
         # log_dir is a collective
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._events = engine.EventLog(directory / engine.FILE_NAME, self._runtime.slot, lambda: trainer.is_global_zero)
+        progress.note_run_directory(directory)
         remember_rows(trainer)
         self.rows.install(trainer.loggers)
         self.evaluation, self.transaction = evaluation, transaction
@@ -86,6 +89,7 @@ class Survival:
     def end(self) -> None:
         """The run is over. A rank that is lost after it still only interrupts the others."""
         self._runtime.may_start = lambda group: None
+        progress.current().back_to(progress.Tag.SETUP)
         if self.transaction is not None:
             self.transaction.uninstall()
         if self.evaluation is not None:
