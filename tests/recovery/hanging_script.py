@@ -25,6 +25,7 @@ if __name__ == "__main__":
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
+        enable_model_summary=False,
         callbacks=[FaultInjector(json.loads(faults))],
     )
     trainer.fit(Automatic(), DataLoader(Samples(40), batch_size=2, shuffle=True))
