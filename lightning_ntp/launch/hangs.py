@@ -100,7 +100,7 @@ class Hangs:
                 self._last_step = now
                 continue
             before = watched.sample
-            if sample.seq != before.seq:
+            if sample.seq != before.seq or sample.groups != before.groups:  # the latter: a thread beside goes on
                 self._last_step = now
             if (sample.seq, sample.ticks) != (before.seq, before.ticks):
                 # the first of a kind is slow for reasons that do not come back

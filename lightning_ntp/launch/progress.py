@@ -321,6 +321,9 @@ def start(slot: int, job_dir: Path | None) -> None:
     Args:
         slot: This rank's slot.
         job_dir: The supervisor's directory; None if there is none.
+
+    Raises:
+        OSError: If the directory cannot be written.
     """
     global _current, _place, _dumps
     if _place is not None or job_dir is None:
@@ -329,7 +332,8 @@ def start(slot: int, job_dir: Path | None) -> None:
     path = progress_path(job_dir, slot)
     temporary = path.with_suffix(f".{os.getpid()}")
     with open(temporary, "w+b") as file:
-        file.truncate(_WORDS * _WORD)
+        file.write(bytes(_WORDS * _WORD))  # not a hole: where the disk is full, that would end the process later
+        file.flush()
         mapped = mmap.mmap(file.fileno(), _WORDS * _WORD)
     _current = Progress(memoryview(mapped).cast("Q"), _current._beside)
     if DUMP_SIGNAL is not None:

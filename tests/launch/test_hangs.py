@@ -150,6 +150,14 @@ def test_ranks_that_all_wait_end_the_job() -> None:
     assert found.keys() == {-1} and "all 4 ranks wait for each other for 20 s" in found[-1][1], found
 
 
+def test_ranks_that_wait_for_their_gradient_sync_are_not_stuck_while_it_goes_on() -> None:
+    hangs = Hangs(HEARTBEAT)
+    for look in range(1000):
+        waits = Sample(seq=3, ticks=look, waiting=WAITING, tag=Tag.STEP, groups=((WORLD, look // 100),))
+        verdict = hangs.look(look * 0.1, {0: waits, 1: waits})
+        assert not verdict.blamed and not verdict.deadlock
+
+
 def test_a_blind_wait_is_never_blamed() -> None:
     waits = Sample(seq=3, waiting=WAITING_BLINDLY, waits_for=WORLD, tag=Tag.STEP, groups=((WORLD, 4),))
     busy = Sample(seq=3, waiting=WAITING, waits_for=EVERYBODY, tag=Tag.STEP)
