@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import os
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
@@ -32,8 +33,8 @@ class WholeFileIO(TorchCheckpointIO):
         _remove_leftovers(target)
         beside = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            with open(beside, "wb") as file:
-                torch.save(checkpoint, cast(IO[bytes], _Watched(file)))
+            with _WatchedFile(io.FileIO(beside, "wb")) as file:
+                torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(beside, target)
@@ -43,19 +44,14 @@ class WholeFileIO(TorchCheckpointIO):
             raise
 
 
-class _Watched:
+class _WatchedFile(io.BufferedWriter):
     """A file whose every write shows that the rank goes on."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
+    @override
     def write(self, content: Any) -> int:
-        written = self._file.write(content)
+        written = super().write(content)
         progress.current().beat()
         return written
-
-    def flush(self) -> None:
-        self._file.flush()
 
 
 def _remove_leftovers(target: Path) -> None:
