@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from lightning_ntp.comm import background
+from lightning_ntp.launch import progress
 
 _T = TypeVar("_T")
 
@@ -34,7 +35,7 @@ class Construction(Generic[_T]):
             BaseException: What ``build`` raised.
         """
         with self._done:
-            self._done.wait_for(lambda: self.finished or give_up())
+            progress.current().wait_for(self._done, lambda: self.finished or give_up(), None)
             if not self.finished:
                 self._abandoned = True
                 return None

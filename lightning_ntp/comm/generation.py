@@ -22,6 +22,7 @@ from lightning_ntp.comm.construction import Construction
 from lightning_ntp.comm.interruptible import InterruptibleGroup
 from lightning_ntp.comm.interruption import Interrupted, Life
 from lightning_ntp.comm.store import StoreGuard
+from lightning_ntp.launch import progress
 from lightning_ntp.plan import Topology
 
 _PLUGIN = "ntp"
@@ -116,9 +117,10 @@ class Generation:
         """
         self._client = self._guard.borrow()
         store = PrefixStore(f"generation/{self.name}", self._client)
+        progress.current().enter_groups(blind=not is_sliced(self._backend))
         for attribute, name, slots in group_slots(self.topology):
             if self.slot in slots:
-                group = self._wrap(self._build(name, store, slots), attribute)
+                group = self._wrap(self._build(name, store, slots), attribute, name)
                 self._groups[name] = group
                 setattr(self, attribute, group)
         self._store = store
@@ -187,8 +189,10 @@ class Generation:
         ranks = [self.topology.rank(slot) for slot in slots]
         return build_group(self._backend, name, store, ranks, self.rank, self._timeout, self.device)
 
-    def _wrap(self, group: dist.ProcessGroup, description: str) -> InterruptibleGroup:
-        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend))
+    def _wrap(self, group: dist.ProcessGroup, description: str, name: str) -> InterruptibleGroup:
+        wrapped = InterruptibleGroup(group, self.life, description, is_sliced(self._backend))
+        wrapped.mark = progress.current().group(f"{self.name}/{name}")
+        return wrapped
 
     def _make_group(
         self, ranks: Sequence[int], *, group_name: str, group_desc: str | None = None, **_: Any
@@ -210,7 +214,8 @@ class Generation:
         plain = construction.wait(lambda: self.life.interrupted)
         if plain is None:
             raise Interrupted(f"a process group was being made: {self.life.reason}")
-        group = self._wrap(plain, group_desc or f"of ranks {list(ranks)}, made by torch.distributed.new_group")
+        description = group_desc or f"of ranks {list(ranks)}, made by torch.distributed.new_group"
+        group = self._wrap(plain, description, f"user/{group_name}")
         group._set_group_name(group_name)
         self._users.add(group)
         return group

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import Work
 
 from lightning_ntp.comm.interruption import Interrupted, Life
+from lightning_ntp.launch import progress
 
 _SLICE = timedelta(milliseconds=10)
 """One wait: how late an interruption may be noticed. A wait that ends by time-out costs 0.1 ms."""
@@ -65,11 +66,12 @@ class InterruptibleWork(Work):
         sliced: Whether short waits are possible. They are not for gloo's ``recv`` (a time-out there closes the whole
             group: such waits are woken by that, see :func:`lightning_ntp.comm.backends.abort`) nor for NCCL (``wait``
             only orders streams).
+        mark: The group's, in what this rank shows of its progress.
     """
 
-    def __init__(self, work: Any, life: Life, sliced: bool) -> None:
+    def __init__(self, work: Any, life: Life, sliced: bool, mark: int = 0) -> None:
         super().__init__()
-        self._work, self._life, self._sliced = work, life, sliced
+        self._work, self._life, self._sliced, self._mark = work, life, sliced, mark
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the collective has completed.
@@ -78,6 +80,15 @@ class InterruptibleWork(Work):
             Interrupted: If the membership has changed.
             RuntimeError: As the backend raises it, if nothing says that a member has gone.
         """
+        shown = progress.current()
+        if not shown.begin_wait(self._mark, blind=not self._sliced):
+            return self._wait(timeout, lambda: None)
+        try:
+            return self._wait(timeout, shown.tick)
+        finally:
+            shown.end_wait()
+
+    def _wait(self, timeout: timedelta, tick: Callable[[], None]) -> bool:
         work, life = self._work, self._life
         if not self._sliced:
             try:
@@ -96,6 +107,7 @@ class InterruptibleWork(Work):
                     raise Interrupted(f"a collective was interrupted: {life.reason}") from None
                 if deadline is not None and time.monotonic() > deadline:
                     raise error
+                tick()
 
     def _finish(self) -> bool:
         try:
@@ -150,6 +162,8 @@ class InterruptibleGroup(dist.ProcessGroup):
         self._inner: dist.ProcessGroup | None = inner
         self._sliced = sliced
         self._name = ""
+        self.mark = 0
+        """In what this rank shows of its progress."""
         self.maker: NewGroup | None = None
         """Makes a subgroup of the world; only on the default group, where ``torch.distributed.new_group`` calls it."""
 
@@ -227,9 +241,12 @@ class InterruptibleGroup(dist.ProcessGroup):
             return self.maker
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _start(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _start(self, name: str, args: Sequence[Any], kwargs: dict[str, Any], counts: bool) -> Any:
         try:
-            return getattr(self.inner(), name)(*args, **kwargs)
+            inner = self.inner()
+            if counts:
+                progress.current().entered(self.mark)
+            return getattr(inner, name)(*args, **kwargs)
         except Interrupted:
             raise
         except RuntimeError as error:
@@ -242,8 +259,9 @@ class InterruptibleGroup(dist.ProcessGroup):
 
 def _collective(name: str, sliced: bool) -> Callable[..., Any]:
     def start(self: InterruptibleGroup, *args: Any, **kwargs: Any) -> Any:
-        work = self._start(name, args, kwargs)
-        return None if work is None else InterruptibleWork(work, self.life, sliced and self._sliced)
+        # members send and receive unequally often, but enter collectives alike
+        work = self._start(name, args, kwargs, counts=sliced)
+        return None if work is None else InterruptibleWork(work, self.life, sliced and self._sliced, self.mark)
 
     start.__name__ = name
     return start
@@ -251,7 +269,7 @@ def _collective(name: str, sliced: bool) -> Callable[..., Any]:
 
 def _plain(name: str) -> Callable[..., Any]:
     def call(self: InterruptibleGroup, *args: Any, **kwargs: Any) -> Any:
-        return self._start(name, args, kwargs)
+        return self._start(name, args, kwargs, counts=False)
 
     call.__name__ = name
     return call

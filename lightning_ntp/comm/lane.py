@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 
+from lightning_ntp.launch import progress
+
 Job = Callable[[], None]
 
 _PATIENCE_SECONDS = 5.0
@@ -65,7 +67,7 @@ class ThreadLane(Lane):
 
     def drain(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._pending == 0)
+            progress.current().wait_for(self._changed, lambda: self._pending == 0, None, progress.NOBODY)
             error, self._error = self._error, None
         if error is not None:
             raise error
@@ -74,7 +76,9 @@ class ThreadLane(Lane):
         with self._changed:
             if self._error is None:
                 self._error = _Dropped()  # jobs that have not begun do not
-            idle = self._changed.wait_for(lambda: self._pending == 0, _PATIENCE_SECONDS)
+            idle = progress.current().wait_for(
+                self._changed, lambda: self._pending == 0, _PATIENCE_SECONDS, progress.NOBODY
+            )
             if idle:
                 self._error = None
                 return self
@@ -86,6 +90,10 @@ class ThreadLane(Lane):
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
+        with progress.current().beside():
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 if self._error is None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_ntp.comm.interruption import Interrupted, JobLost, Life
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
+from lightning_ntp.launch import progress
 from lightning_ntp.launch.log import RECOVERABLE, Log, entry_key, left_key
 from lightning_ntp.launch.obituary import expect_deaths
 from lightning_ntp.plan import Entry, Roster, Topology
@@ -130,13 +131,13 @@ class Membership:
             return self.roster.broken <= life.number < self.roster.change
 
         with self.changed:
-            self.changed.wait_for(lambda: life.interrupted or life.retired or left(), _PATIENCE_SECONDS)
+            self._wait_for(lambda: life.interrupted or life.retired or left(), _PATIENCE_SECONDS)
         if not (life.interrupted or life.retired):
             if left():  # whoever leaves in the middle has raised, and so shall we
                 return error
             self.retry(life.number, str(error))
             with self.changed:
-                self.changed.wait_for(lambda: life.interrupted or life.retired, _ECHO_SECONDS)
+                self._wait_for(lambda: life.interrupted or life.retired, _ECHO_SECONDS)
         return Interrupted(f"a collective was interrupted: {life.reason or error}")
 
     def retry(self, generation: int, why: str) -> None:
@@ -193,7 +194,7 @@ class Membership:
             with self.changed:
                 if joined is not None:
                     left = max(0.0, deadline - time.monotonic())
-                    self.changed.wait_for(lambda j=joined: self.roster.change != j or self.roster.settled, left)  # type: ignore[misc]
+                    self._wait_for(lambda j=joined: self.roster.change != j or self.roster.settled, left)  # type: ignore[misc]
                 roster = self.roster
             self._check(roster)
             if roster.settled and joined == roster.change:
@@ -201,7 +202,7 @@ class Membership:
             if roster.settled:  # nothing is wrong, but we are asked to agree anew
                 self.retry(roster.commit, str(record.get("why", "")))
                 with self.changed:
-                    self.changed.wait_for(lambda r=roster: self.roster.change != r.change, _ECHO_SECONDS)  # type: ignore[misc]
+                    self._wait_for(lambda r=roster: self.roster.change != r.change, _ECHO_SECONDS)  # type: ignore[misc]
             elif joined != roster.change:
                 joined = roster.change
                 self._join(joined, roster, record)
@@ -232,6 +233,9 @@ class Membership:
         with self._lock:
             values = self._guard.call(self._store.multi_get, keys)
         return {slot: json.loads(value) for slot, value in zip(roster.slots, values, strict=True)}
+
+    def _wait_for(self, done: Callable[[], bool], seconds: float) -> None:
+        progress.current().wait_for(self.changed, done, seconds)
 
     def _missing(self, roster: Roster) -> list[int]:
         with self._lock:

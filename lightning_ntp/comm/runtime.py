@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from lightning_ntp.comm.lane import Lane, make_lane
 from lightning_ntp.comm.membership import Agreement, Membership
 from lightning_ntp.comm.reaper import Reaper
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
-from lightning_ntp.launch.environment import UID
+from lightning_ntp.launch import progress
+from lightning_ntp.launch.environment import JOB_DIR, UID
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.membership import Departure
 
@@ -174,6 +176,7 @@ class Runtime:
         """
         if self._pid != os.getpid():
             return  # a forked child, which is no rank
+        progress.current().leave()
         self._guard.close()  # a store that is lost now is no news
         with suppress(StoreLostError):
             self.membership.leave(reason, others_go_on)
@@ -304,6 +307,8 @@ def start(
             "torch.distributed is initialized already, by someone else: lightning_ntp builds its own process groups,"
             " since they change when a rank is lost; remove the call of init_process_group"
         )
+    job_dir = os.environ.get(JOB_DIR)
+    progress.start(slot, Path(job_dir) if job_dir else None)
     uid = uid or os.environ.get(UID) or uuid.uuid4().hex
     _current = Runtime(store, slot, uid, topology, backend, timeout, device)
     # Runs at the interpreter's exit, and also where a forked rank leaves without that (atexit does not).

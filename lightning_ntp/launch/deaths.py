@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +35,7 @@ class Deaths:
         self._pids: dict[int, int] = {}
         self._living: set[int] = set()
         self._told = False
+        self._condemned: dict[int, str] = {}
         self.slots: set[int] = set()
         """Slots whose death was announced."""
 
@@ -46,6 +50,30 @@ class Deaths:
         self._pids[slot] = pid
         self._living.add(slot)
         self._watch.add(slot, pid)
+
+    @property
+    def watched(self) -> list[int]:
+        """Slots of processes that live and shall go on living."""
+        return sorted(self._living - self._condemned.keys())
+
+    def pid(self, slot: int) -> int | None:
+        """Of a process that lives."""
+        return self._pids[slot] if slot in self._living else None
+
+    def stopped(self) -> set[int]:
+        """Slots of processes that are stopped (SIGSTOP)."""
+        return self._watch.stopped() & self._living - self._condemned.keys()
+
+    def kill(self, slot: int, why: str) -> None:
+        """Kill a process that hangs. It is declared dead once the kernel says that it is: never before.
+
+        Args:
+            why: Told as the reason of its death.
+        """
+        if slot in self._living and slot not in self._watch.exiting():
+            self._condemned[slot] = why
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[slot], signal.SIGKILL)
 
     def look(self) -> None:
         """Announce who has begun to exit without a farewell."""
@@ -67,6 +95,7 @@ class Deaths:
         self._reason = lambda slot, how: None
 
     def _gone(self, slot: int, how: str) -> None:
+        how = self._condemned.get(slot, how)
         self._living.discard(slot)
         self._watch.remove(slot)
         reason = self._reason(slot, how)

@@ -13,6 +13,7 @@ class Ending:
     - A rank failed alone: the others get ``failure_grace`` to fail in the same way or to finish, then SIGTERM, then
       ``kill_grace`` later SIGKILL. Once all have raised, they get ``stop_grace``: they may be saving a checkpoint.
     - A stop was requested: the ranks have ``stop_grace`` to stop, then SIGKILL; at once if requested twice.
+    - Nobody can go on: SIGKILL.
     """
 
     def __init__(self, ranks: int, stop_grace: timedelta, failure_grace: timedelta, kill_grace: timedelta) -> None:
@@ -53,6 +54,10 @@ class Ending:
             self._stopped_at, self.stop_signal = now, signum
         else:
             self._hurry = True
+
+    def give_up(self, now: float) -> None:
+        """Nobody can go on: the living ranks are to be killed."""
+        self._stopped_at, self._hurry = now, True
 
     def due(self, now: float) -> signal.Signals | None:
         """The signal to send to all living ranks now, each once."""

@@ -6,6 +6,7 @@ back: 0.3-5 s with gigabytes resident (measured). Nothing can bring a marked pro
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -48,6 +49,15 @@ class ExitWatch:
                 continue
             if int(fields[_FLAGS]) & _PF_EXITING or fields[_STATE] in (b"Z", b"X"):
                 found[slot] = _how(int(fields[_EXIT_CODE])) if len(fields) > _EXIT_CODE else ""
+        return found
+
+    def stopped(self) -> set[int]:
+        """Slots whose process is stopped, by SIGSTOP or a debugger."""
+        found: set[int] = set()
+        for slot, file in self._files.items():
+            with contextlib.suppress(OSError):
+                if os.pread(file, 1024, 0).rpartition(b")")[2].split()[_STATE] in (b"T", b"t"):
+                    found.add(slot)
         return found
 
 

@@ -21,6 +21,7 @@ from lightning_ntp.launch.channel import Message
 from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
 from lightning_ntp.launch.ending import Ending
 from lightning_ntp.launch.environment import RankIdentity
+from lightning_ntp.launch.heartbeat import Heartbeat
 from lightning_ntp.launch.outcome import Failure, Outcome, RanksFailedError, exit_code, failure_of, find_cause
 from lightning_ntp.launch.program import Program
 from lightning_ntp.launch.relay import SignalRelay
@@ -47,6 +48,8 @@ class Supervisor:
         stop_grace: how long ranks may take to stop on SIGINT or SIGTERM before they are killed.
         failure_grace: how long the others may go on when one rank has failed, before they get SIGTERM.
         kill_grace: how long after that SIGTERM they get SIGKILL.
+        heartbeat: a rank that recovers from deaths and shows no progress for so long, while others need it, is killed;
+            ``None`` lets it hang.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -64,6 +67,7 @@ class Supervisor:
         stop_grace: timedelta = timedelta(seconds=30),
         failure_grace: timedelta = timedelta(seconds=10),
         kill_grace: timedelta = timedelta(seconds=5),
+        heartbeat: timedelta | None = None,
     ) -> None:
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks={ranks!r}: give the number of processes to start, an integer of at least 1.")
@@ -74,6 +78,8 @@ class Supervisor:
         for name, grace in (("stop_grace", stop_grace), ("failure_grace", failure_grace), ("kill_grace", kill_grace)):
             if grace < timedelta(0):
                 raise ValueError(f"{name}={grace}: a time to wait cannot be negative.")
+        if heartbeat is not None and heartbeat <= timedelta(0):
+            raise ValueError(f"heartbeat={heartbeat}: give a time above 0, or None not to look for ranks that hang.")
         if start_method == "fork":
             _refuse_fork_after_cuda()
         self.ranks = ranks
@@ -95,6 +101,8 @@ class Supervisor:
         self._uids: dict[int, str] = {}
         self._deaths = Deaths(None, self._uids, lambda slot, how: None)
         self._died: list[Failure] = []
+        self._heartbeat_limit = heartbeat
+        self._heartbeat: Heartbeat | None = None
 
     def run(self) -> Outcome:
         """Start the ranks, wait until all have ended, and say how it went. Prints nothing.
@@ -114,6 +122,8 @@ class Supervisor:
                     server.end()
             return self._outcome(job_dir)
         finally:
+            if self._heartbeat is not None:
+                self._heartbeat.close()
             self._deaths.close()
             self.store = None
             shutil.rmtree(job_dir, ignore_errors=True)
@@ -140,6 +150,8 @@ class Supervisor:
         address = self._store_address or self._host_store()
         host, _, port = address.rpartition(":")
         self._deaths = Deaths(self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir))
+        if self._heartbeat_limit is not None:
+            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job)
         for slot in range(self.ranks):
             uid = f"{self.job}.{self._incarnations}"
             self._incarnations += 1
@@ -178,6 +190,8 @@ class Supervisor:
             if recovers and not ready and now < next_look:
                 continue
             next_look = now + _TICK
+            if recovers and self._heartbeat is not None and not self._told_to_end:
+                self._end_if_stuck(self._heartbeat.look(), now)
             for slot in set(range(self.ranks)) - set(self._codes) - set(self._reports):
                 self._look_for_report(slot, job_dir)
             for signum, to_ranks in self._relay.due(now):
@@ -217,6 +231,11 @@ class Supervisor:
             elif failure is not None and not (self._told_to_end and (report is None or report.echo)):
                 self._failures.append(failure)
             self._ending.ended(slot, code, now)
+
+    def _end_if_stuck(self, why: str, now: float) -> None:
+        if why:
+            self._failures.append(Failure(-1, f"The job cannot go on: {why}", 1, float("-inf"), signature="stuck"))
+            self._ending.give_up(now)
 
     @property
     def _told_to_end(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from typing_extensions import override
+
+from lightning_ntp.launch import progress
 
 
 class WholeFileIO(TorchCheckpointIO):
@@ -30,7 +33,7 @@ class WholeFileIO(TorchCheckpointIO):
         _remove_leftovers(target)
         beside = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            with open(beside, "wb") as file:
+            with _WatchedFile(io.FileIO(beside, "wb")) as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -39,6 +42,16 @@ class WholeFileIO(TorchCheckpointIO):
             with contextlib.suppress(OSError):
                 beside.unlink()
             raise
+
+
+class _WatchedFile(io.BufferedWriter):
+    """A file whose every write shows that the rank goes on."""
+
+    @override
+    def write(self, content: Any) -> int:
+        written = super().write(content)
+        progress.current().beat()
+        return written
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -20,6 +20,8 @@ from lightning.pytorch import Trainer
 
 from lightning_ntp.comm import Generation, Interrupted
 from lightning_ntp.engine import Operations, Outcome
+from lightning_ntp.launch import progress
+from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.attempts import Failure, attempt
 from lightning_ntp.lightning.deferred_rows import DeferredRows
@@ -125,15 +127,18 @@ class Evaluation:
     def _run(self, loop: EvaluationLoop, run: Callable[[], Any]) -> Any:
         self._loop, self.begun = loop, self.begun + 1
         self._recorder.look_around()
+        before = progress.current().tag
         try:
             start = self._recorder.take()
             while True:
                 self._replicas = self._generation().topology.live_replicas
                 self._passed, self._inside = self.begun * _LOOP, False
+                progress.current().back_to(Tag.EVALUATION_START)
                 try:
                     result = run()
                     # who is done stays: it may hold what a slower replica loses, or have to begin again
                     self._wait()
+                    progress.current().begin(before)
                     return result
                 except RestartLoop:
                     pass
@@ -144,6 +149,7 @@ class Evaluation:
                 private.back_to_training_mode(loop)
         finally:
             self._forget_batch()
+            progress.current().back_to(before)
             self._loop, self._inside = None, False
 
     def _run_batch(
@@ -160,6 +166,7 @@ class Evaluation:
                 f"the {self._trainer.state.stage} step takes a dataloader_iter: it must be given its batch, so that it"
                 " can be evaluated again when a rank is lost; take (batch, batch_idx)"
             )
+        progress.current().begin(Tag.EVALUATION)
         self._pass_vote(inside=True)
         self._snapshot = self._recorder.take()
         self._operations.enter()
@@ -173,6 +180,7 @@ class Evaluation:
     def _end(self) -> None:
         """All batches of a dataloader are done; what follows is for all replicas together."""
         if self._loop is not None:
+            progress.current().begin(Tag.EVALUATION_END)
             self._pass_vote(inside=False)
             self._forget_batch()
 

@@ -269,6 +269,21 @@ def patch_prepare_data(trainer: Trainer, repeat: Callable[[Callable[[], None]], 
     connector.prepare_data = partial(repeat, prepare)  # type: ignore[method-assign]
 
 
+def before_train_end(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Call ``act`` after the last step of a fit, before any hook hears that training ends.
+
+    2.6.6: ``_FitLoop.on_run_end`` calls ``on_train_end`` of the callbacks, then of the module and of the strategy.
+    """
+    loop = trainer.fit_loop
+    end = partial(type(loop).on_run_end, loop)
+
+    def on_run_end() -> None:
+        act()
+        end()
+
+    loop.on_run_end = on_run_end  # type: ignore[method-assign]
+
+
 def dump_checkpoint(trainer: Trainer, weights_only: bool) -> dict[str, Any]:
     """The content of a checkpoint. 2.6.6: ``Trainer.save_checkpoint`` calls this, then ``strategy.save_checkpoint``."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only)

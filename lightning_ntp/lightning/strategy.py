@@ -32,7 +32,8 @@ from lightning_ntp.comm import (
     broadcast_start,
     runtime,
 )
-from lightning_ntp.launch import RankIdentity, is_rank
+from lightning_ntp.launch import RankIdentity, is_rank, progress
+from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
@@ -51,16 +52,13 @@ from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.survival import Survival, survival_of
+from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, check_times, is_number
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.policy import RecoveryPolicy
 from lightning_ntp.plan.topology import as_degrees, as_size, resolve_degrees
-
-DEFAULT_TIMEOUT = timedelta(minutes=30)
-_SHORTEST, _LONGEST = 1.0, 365 * 86400.0
-"""Seconds that a time-out may take: a collective of a large model takes some, and clocks overflow."""
 
 
 class NTPStrategy(ParallelStrategy):
@@ -85,6 +83,9 @@ class NTPStrategy(ParallelStrategy):
         max_failures: How many failures are tolerated within ``failure_window``; any number if None. Ranks that are lost
             together are one failure.
         failure_window: Seconds or a timedelta; the whole job if None.
+        heartbeat: How long a rank may show no progress while others wait for it before it is taken as hung, and killed;
+            seconds or a timedelta, None for ever. Five times the longest silence that came to a good end, if that is
+            more; ten times as long in the first step, evaluation batch or checkpoint. Must be less than ``timeout``.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -109,6 +110,7 @@ class NTPStrategy(ParallelStrategy):
         min_tensor_parallel_size: int = 1,
         max_failures: int | None = None,
         failure_window: float | timedelta | None = None,
+        heartbeat: float | timedelta | None = DEFAULT_HEARTBEAT,
     ) -> None:
         super().__init__()
         if start_method not in ("popen", "spawn", "fork"):
@@ -138,7 +140,7 @@ class NTPStrategy(ParallelStrategy):
         self.plan = plan
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._process_group_backend = process_group_backend
-        self._timeout = _as_timedelta(timeout)
+        self._timeout, self._heartbeat = check_times(timeout, heartbeat)
         self.start_method: Literal["popen", "spawn", "fork"] = start_method
         self.num_nodes = 1
         self.sharded: ShardedModel | None = None
@@ -285,7 +287,7 @@ class NTPStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         check_trainer(self, self._layer_sync)
         self.policy.check_degrees(self.degrees)
-        self._launcher = NTPLauncher(self, self.start_method)
+        self._launcher = NTPLauncher(self, self.start_method, {"heartbeat": self._heartbeat})
 
     def check_before_launch(self) -> None:
         """Called by the launcher in the supervisor, before any rank starts.
@@ -382,6 +384,8 @@ class NTPStrategy(ParallelStrategy):
                 trainer, survival, self._vote, survival.rows, self._remember_step, self.root_device
             )
             transaction.registered = self._whole.registered
+            # whatever a callback does at the end, such as an upload by one rank, may take any time
+            private.before_train_end(trainer, lambda: progress.current().back_to(Tag.SETUP))
         survival.install(evaluation, transaction)
 
     def _states(self) -> list[ShardedState]:
@@ -494,6 +498,7 @@ class NTPStrategy(ParallelStrategy):
             f" global batch is {replicas} x batch_size"
             + ("; with one replica nothing has a second copy, so the loss of a rank ends the job" * (replicas == 1))
         )
+        progress.current().back_to(Tag.BETWEEN)
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
@@ -505,7 +510,11 @@ class NTPStrategy(ParallelStrategy):
             self._stop.stop_if_told(self.lightning_module.trainer)
         if self._survival is not None and self._survival.committed:
             self._whole.forget_resumed()
-        return self._transaction.training_step(partial(self._training_step, *args, **kwargs))
+        progress.current().begin(Tag.STEP)
+        output = self._transaction.training_step(partial(self._training_step, *args, **kwargs))
+        if not self.lightning_module.automatic_optimization:
+            self._step_ends()
+        return output
 
     def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None and self._transaction is not None
@@ -597,7 +606,19 @@ class NTPStrategy(ParallelStrategy):
             # here rather than in the first checkpoint, hours later
             checkpoints.check_optimizer_state(self.sharded, optimizer)
             self._resumable.add(optimizer)
+        if self.lightning_module is not None and self.lightning_module.automatic_optimization:
+            self._step_ends()
         return result
+
+    def _step_ends(self) -> None:
+        assert self.lightning_module is not None
+        last = self.lightning_module.trainer.is_last_batch
+        progress.current().begin(Tag.EPOCH_END if last else Tag.BETWEEN)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        progress.current().beat()  # data has come
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def _check_batch(self, stage: str, batch: Any) -> None:
         assert self.lightning_module is not None
@@ -723,7 +744,8 @@ class NTPStrategy(ParallelStrategy):
         if self._runtime is None:
             write(checkpoint)
         else:
-            self._whole.save(self.lightning_module, checkpoint, write)
+            with progress.current().within(Tag.CHECKPOINT):
+                self._whole.save(self.lightning_module, checkpoint, write)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -798,23 +820,6 @@ class NTPStrategy(ParallelStrategy):
             and module.trainer.state.status == TrainerStatus.RUNNING
             and self.sharded is not None
         )
-
-
-def _as_timedelta(timeout: float | timedelta | None) -> timedelta:
-    if timeout is None:
-        return DEFAULT_TIMEOUT
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not (is_number(seconds) and _SHORTEST <= seconds <= _LONGEST):
-        raise ValueError(
-            f"timeout={timeout!r} must be a number of seconds between {_SHORTEST:g} and {_LONGEST:g} (a year), or a"
-            " timedelta"
-        )
-    return timedelta(seconds=seconds)
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number: not NaN, not True, not a text."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _count(optimizer: Optimizer) -> int:

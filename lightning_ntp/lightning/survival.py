@@ -19,6 +19,7 @@ from lightning.pytorch import Trainer
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
+from lightning_ntp.launch import progress
 from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
@@ -73,6 +74,7 @@ class Survival:
         self.end()
         self._trainer, self._follow, self.engine.policy = trainer, follow, policy
         self._events = None
+        progress.current().forget_done()
         self._runtime.announce_recoverable()
 
     def install(self, evaluation: Evaluation, transaction: Transaction | None) -> None:
@@ -82,6 +84,7 @@ class Survival:
         # log_dir is a collective
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._events = engine.EventLog(directory / engine.FILE_NAME, self._runtime.slot, lambda: trainer.is_global_zero)
+        progress.note_run_directory(directory)
         remember_rows(trainer)
         self.rows.install(trainer.loggers)
         self.evaluation, self.transaction = evaluation, transaction
@@ -94,6 +97,7 @@ class Survival:
     def end(self) -> None:
         """The run is over. A rank that is lost after it still only interrupts the others."""
         self._runtime.may_start = lambda group: None
+        progress.current().back_to(progress.Tag.SETUP)
         if self.transaction is not None:
             self.transaction.uninstall()
         if self.evaluation is not None:

@@ -18,7 +18,7 @@ import os, signal, sys, time
 from datetime import timedelta
 from lightning_ntp.launch import RankIdentity, is_rank, run_call, run_script
 if not is_rank() and __name__ == "__main__" and "call" not in sys.argv:
-    sys.exit(run_script(3, failure_grace=timedelta(seconds=1)))
+    sys.exit(run_script(3, failure_grace=timedelta(seconds=1){options}))
 import torch, torch.distributed as dist
 from lightning_ntp.comm import Interrupted, runtime
 from lightning_ntp.plan import Topology
@@ -47,13 +47,15 @@ def fail(slot):
 """
 
 
-def run(tmp_path: Path, failure: str, main: str = "if is_rank(): work()", *arguments: str) -> tuple[int, str, str]:
+def run(
+    tmp_path: Path, failure: str, main: str = "if is_rank(): work()", *arguments: str, options: str = ""
+) -> tuple[int, str, str]:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(failure=failure) + textwrap.dedent(main))
+    script.write_text(SCRIPT.format(failure=failure, options=options) + textwrap.dedent(main))
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         cwd=tmp_path,
-        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1"},
+        env={**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=100,
@@ -150,3 +152,20 @@ def test_an_exit_is_seen_before_the_process_can_be_reaped() -> None:
     assert seen < time.monotonic() - killed
     assert watch.exiting() == {7: ""}  # gone; whoever has its number now is not looked at
     watch.close()
+
+
+def test_ranks_that_all_wait_for_each_other_end_the_job_with_their_stacks(tmp_path: Path) -> None:
+    main = """\
+    from lightning_ntp.launch import progress
+    def fail(slot):
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 2]), dist.new_group([1, 2])]
+        progress.current().begin(progress.Tag.STEP)
+        dist.all_reduce(torch.ones(1), group=groups[(0, 2, 1)[slot]])
+    if is_rank(): work()
+    """
+    code, out, err = run(tmp_path, "pass", main, options=", heartbeat=timedelta(seconds=1)")
+    assert code == 1 and out == "", err
+    assert "The job cannot go on: all 3 ranks wait for each other for 10 s (in a training step)" in err, err
+    stacks = re.findall(r"slot \d: stack: (\S+\.txt)", err)
+    assert len(stacks) == 3 and all("all_reduce" in Path(stack).read_text() for stack in stacks), err
+    assert "died" not in err and "Traceback" not in err, err

@@ -53,6 +53,12 @@ def test_random_states_are_collected_and_set_as_dicts() -> None:
     assert torch.equal(torch.get_rng_state(), states["torch"])
 
 
+def test_the_end_of_training_is_told_to_callbacks_first_and_from_one_place() -> None:
+    code = source(importlib.import_module("lightning.pytorch.loops.fit_loop")._FitLoop.on_run_end)
+    assert code.index("_call_callback_hooks") < code.index("_call_strategy_hook")
+    assert "self.on_run_end()" in source(importlib.import_module("lightning.pytorch.loops.fit_loop")._FitLoop.run)
+
+
 def test_a_checkpoint_is_dumped_before_the_strategy_saves_it() -> None:
     code = source(pl.Trainer.save_checkpoint)
     dumped = "checkpoint=self._checkpoint_connector.dump_checkpoint(weights_only)"

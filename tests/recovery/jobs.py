@@ -172,7 +172,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu",
         devices=sum(job.degrees),
-        strategy=NTPStrategy(degrees=job.degrees, timeout=30, **job.strategy),
+        strategy=NTPStrategy(degrees=job.degrees, **{"timeout": 30, "heartbeat": 10, **job.strategy}),
         **{
             "max_epochs": job.epochs,
             "log_every_n_steps": 1,

@@ -29,7 +29,7 @@ def _script(job: Job, directory: str) -> dict[str, Any]:
         return Trainer(
             accelerator="cpu",
             devices=sum(job.degrees),
-            strategy=NTPStrategy(degrees=job.degrees, timeout=30),
+            strategy=NTPStrategy(degrees=job.degrees, timeout=30, heartbeat=10),
             precision="64-true",
             logger=False,
             default_root_dir=directory,

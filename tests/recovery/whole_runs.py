@@ -114,7 +114,7 @@ def whole_script(script: Script, directory: str, how: int) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu",
         devices=sum(script.degrees),
-        strategy=NTPStrategy(degrees=script.degrees, timeout=30),
+        strategy=NTPStrategy(degrees=script.degrees, timeout=30, heartbeat=10),
         precision="64-true",
         max_epochs=2,
         val_check_interval=2,
