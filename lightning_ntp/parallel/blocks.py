@@ -172,7 +172,7 @@ def _block(name: str, module: nn.Module, model: ShardedModel) -> None:
     for child, parameter in module.named_parameters():
         if not model.declared(parameter):
             model.declare(f"{name}.{child}", parameter, Sharding(None, gradient="partial"))
-    Region(module, model.place).attach(module)
+    Region(name, module, model.place).attach(module)
 
 
 def _find(module: nn.Module, given: str | None, names: tuple[str, ...]) -> tuple[str, nn.Module] | None:

@@ -117,7 +117,8 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.rows is None:
             return super().forward(input)
-        local = self.rows[input]
+        # a lookup in an embedding of row numbers: it refuses what is no row, a negative number too, as the dense one does
+        local = F.embedding(input, self.rows.unsqueeze(-1)).squeeze(-1)
         elsewhere = local < 0
         output = F.embedding(local.clamp(min=0), self.weight, self.local_padding)
         return leave_region(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.place)
