@@ -99,8 +99,8 @@ class Region:
             attribute = hidden_gradient(value)
             if attribute is not None:
                 raise PlanError(
-                    f"the block {self.name!r} is given a {type(value).__qualname__} whose {attribute!r} is a tensor with"
-                    " a gradient: hand tensors to a block as arguments, or in a tuple, list, mapping or dataclass"
+                    f"the block {self.name!r} is given a {type(value).__qualname__} whose {attribute!r} is a tensor"
+                    " with a gradient: hand tensors to a block as arguments, or in a tuple, list, mapping or dataclass"
                 )
 
 
