@@ -492,7 +492,7 @@ class NTPStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         share = self._batches.loss_share()
-        checks = self._first_steps.due()
+        checks = self._first_steps.begin()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()
         if not self._sync_blocked and not checks:

@@ -105,6 +105,10 @@ class ShardedModel:
     def declared(self, parameter: Tensor) -> bool:
         return parameter in self._shardings
 
+    def declared_as(self, name: str) -> bool:
+        """Whether a parameter was declared under this of its names."""
+        return name in self._declared
+
     def freeze(self) -> None:
         """List all parameters; those that nothing was said about are replicated, gradient class ``full``.
 
@@ -126,7 +130,7 @@ class ShardedModel:
 
     def _check_ties(self, entry: ShardedParameter) -> None:
         owners = {alias: self.module.get_submodule(alias.rpartition(".")[0]) for alias in entry.aliases}
-        planned = [owners[alias] for alias in entry.aliases if alias in self._declared]
+        planned = [owners[alias] for alias in entry.aliases if self.declared_as(alias)]
         if entry.sharding.dim is None or not planned:
             return
         for alias, owner in owners.items():

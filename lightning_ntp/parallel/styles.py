@@ -92,7 +92,8 @@ class Replicated(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module, model: ShardedModel) -> None:
         for child, parameter in module.named_parameters():
-            model.declare(f"{name}.{child}", parameter, Sharding(None, gradient=self.gradient_class))
+            if not model.declared_as(f"{name}.{child}"):  # what the plan says of an inner module stays
+                model.declare(f"{name}.{child}", parameter, Sharding(None, gradient=self.gradient_class))
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def plain_linear(name: str, module: nn.Module, style: str) -> nn.Linear:
     refuse_fused_output(name, module)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise PlanError(
-            f"style {style!r} needs an nn.Linear at {name!r}, found {kind_of(module)}; other layers need a style of"
+            f"the plan needs an nn.Linear at {name!r} ({style}), found {kind_of(module)}; other layers need a style of"
             f" their own (subclass lightning_ntp.parallel.ParallelStyle)"
         )
     refuse_computed_weights(name, module)
