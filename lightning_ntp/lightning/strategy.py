@@ -50,6 +50,7 @@ from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.stopping import StopTogether
+from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.whole_state import WholeState
@@ -327,6 +328,8 @@ class NTPStrategy(ParallelStrategy):
                 self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
+        sharded = self.sharded
+        private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
         self.setup_precision_plugin()
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
