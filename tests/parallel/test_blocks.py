@@ -52,6 +52,9 @@ class Planned(Regression):
         super().__init__(build=lambda: Net(block(), hand_over))
         self.name = name
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) if self.name != "penalty" else 0.0, sync_dist=True)
+
     def configure_tp_plan(self) -> dict[str, Any]:
         return {"net.emb": "embedding_rowwise", "net.head": "colwise_gather_output", **self.plan}
 
@@ -79,6 +82,16 @@ class Interleaved(nn.Module):
         qkv = self.query_key_value(x).unflatten(-1, (self.num_attention_heads, 12)).transpose(1, 2)
         y = F.scaled_dot_product_attention(*qkv.chunk(3, -1))
         return self.dense(y.transpose(1, 2).flatten(2)).flatten(1)
+
+
+class PackedGLU(FeedForward):
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 7)
+        self.up_proj = nn.Linear(FEATURES, 14)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up_proj(x).chunk(2, -1)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class LoRA(FeedForward):
@@ -156,6 +169,12 @@ def _recomputed(reentrant: bool) -> Callable[[nn.Module, Tensor], Tensor]:
 MLP = {"net.block": "mlp"}
 RIGHT: dict[str, Any] = {
     "interleaved": (Interleaved, {"net.block": {"style": "attention", "interleaved": True}}, _call),
+    "packed-glu": (PackedGLU, {"net.block": {"style": "mlp", "gate_up": "up_proj"}}, _call),
+    "encoder-layer": (
+        lambda: nn.TransformerEncoderLayer(2, 2, 7, dropout=0.0, batch_first=True),
+        {"net.block.linear1": "colwise", "net.block.linear2": "rowwise"},
+        lambda block, x: block(x.unflatten(-1, (3, 2))).flatten(1),
+    ),
     "lora-b-colwise": (LoRA, {**MLP, "net.block.lora_B": "colwise"}, _call),
     "mapping": (lambda: Taking(lambda given: given["x"]["y"]), MLP, lambda block, x: block({"x": {"y": x}})),
     "named-tuple": (lambda: Taking(lambda given: given.x), MLP, lambda block, x: block(Pair("", x))),
@@ -176,8 +195,9 @@ CASES = {**RIGHT, **REFUSED, **HIDDEN}
 
 def _fit(degrees: Degrees, name: str) -> Any:
     module, end = Planned(name), EndState()
-    make_trainer(degrees, callbacks=[end]).fit(module, loader(degrees, 8))
-    return end.parameters, module.gradients
+    trainer = make_trainer(degrees, callbacks=[end])
+    trainer.fit(module, loader(degrees, 8), loader(degrees, 8))
+    return end.parameters, module.gradients, float(trainer.callback_metrics["val_loss"])
 
 
 @pytest.mark.parametrize("name", RIGHT)
