@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -37,7 +38,8 @@ class _FirstInput:
         return self  # what a copied module is given needs no look
 
     def __call__(self, module: nn.Linear, args: tuple[Any, ...]) -> None:
-        if self._handle is not None:
+        # a compiler cannot trace the removal; the look itself costs a traced forward nothing
+        if self._handle is not None and not torch.compiler.is_compiling():
             self._handle.remove()
         given = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else module.in_features
         if given == module.in_features:
