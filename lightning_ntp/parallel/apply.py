@@ -15,6 +15,7 @@ from lightning_ntp.parallel.named_styles import as_style
 from lightning_ntp.parallel.registry import PlanError, ShardedModel
 from lightning_ntp.parallel.styles import ParallelStyle
 from lightning_ntp.parallel.whole_inputs import expect_whole_inputs
+from lightning_ntp.plan import Segment
 
 Plan = Mapping[str, object]
 """Module-name patterns to styles. A ``*`` stands for anything within one dotted part of a name."""
@@ -72,6 +73,7 @@ def parallelize(module: nn.Module, plan: Plan, place: TensorParallelContext) -> 
     for name, matched, style in match_plan(module, plan):
         style.apply(name, matched, model)
     model.freeze()
+    _check_pairs(model)
     for each in module.modules():
         # their inference takes the weights of their children, which are shards, past the children's own forward
         if isinstance(each, nn.TransformerEncoderLayer) and _is_sharded_within(each):
@@ -86,6 +88,26 @@ def parallelize(module: nn.Module, plan: Plan, place: TensorParallelContext) -> 
 def _matches(name: str, pattern: str) -> bool:
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def _check_pairs(model: ShardedModel) -> None:
+    """A rowwise layer must be dealt out as the colwise layer before it: at some degrees other units give equal sizes in
+    another order, which no shape tells."""
+    delivered: dict[int, dict[Segment, str]] = {}
+    for name, module in model.module.named_modules():
+        if isinstance(module, ColwiseLinear) and not module.gathers:
+            for segment in module.segments:
+                delivered.setdefault(segment.size, {}).setdefault(segment, name)
+    for name, module in model.module.named_modules():
+        if isinstance(module, RowwiseLinear):
+            (segment,) = model.by_parameter()[module.weight].sharding.segments
+            sources = delivered.get(segment.size, {})
+            if sources and segment not in sources:
+                other, source = next(iter(sources.items()))
+                raise PlanError(
+                    f"{name!r} takes {segment.size} features in {segment.space.count} units, but {source!r} delivers"
+                    f" them in {other.space.count}: give both the same `units`"
+                )
 
 
 def _nearest(pattern: str, modules: list[tuple[str, nn.Module]]) -> str:

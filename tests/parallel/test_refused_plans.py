@@ -209,6 +209,14 @@ def test_half_a_pair_is_told_in_the_first_forward(plan: dict[str, str], words: s
         root.down(root.up(torch.randn(2, 6)))
 
 
+def test_a_pair_must_be_dealt_out_in_the_same_units() -> None:
+    plan: dict[str, Any] = {"mlp.up_proj": {"style": "colwise", "units": 4}, "mlp.down_proj": "rowwise"}
+    assert "takes 8 features in 8 units, but 'mlp.up_proj' delivers them in 4" in refusal(
+        model(mlp=FeedForward()), plan
+    )
+    cut(model(mlp=FeedForward()), {**plan, "mlp.down_proj": {"style": "rowwise", "units": 4}})
+
+
 def test_the_look_at_whole_inputs_ends_with_the_first_forward() -> None:
     root = model(up=nn.Linear(6, 8), head=nn.Linear(6, 2))
     cut(root, {"up": "colwise"})
