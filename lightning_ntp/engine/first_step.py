@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_ntp.comm import Generation
 from lightning_ntp.engine.consistency import all_equal, largest
 from lightning_ntp.engine.weights import tensors_in
 from lightning_ntp.parallel import PlanError, ShardedModel, ShardedParameter
+from lightning_ntp.parallel.modules import ColwiseLinear, RowwiseLinear, VocabParallelEmbedding
 
 
 class PeerMismatchError(RuntimeError):
@@ -57,6 +58,10 @@ def check_same_batch(batch: Any, generation: Generation, source: str, everywhere
 class FirstStepCheck:
     """Compares gradients and random states of tensor-parallel peers after the first backward passes.
 
+    A pass that gives a parameter no gradient, or zeros, tells nothing of its class and does not count. Passes are
+    checked without overlap, so what waits for its first gradient is not looked for in every one of them: in the first
+    few, then in the 32nd, the 64th, the 128th...
+
     Args:
         model: The cut model.
         generation: The current generation.
@@ -67,11 +72,12 @@ class FirstStepCheck:
     TOLERANCE = 1e-2
     # Every copy is looked at twice while it is trainable: the first pass of a GAN gives gradients to one half only.
     PASSES = 2
+    PATIENCE = 16
 
     def __init__(self, model: ShardedModel, generation: Generation) -> None:
         self._model, self._generation = model, generation
         self._passes: Counter[int] = Counter()
-        self._never_ran = True
+        self._begun = 0
 
     def enter(self, generation: Generation) -> None:
         """Go on in another generation."""
@@ -79,18 +85,20 @@ class FirstStepCheck:
 
     def remember(self) -> Callable[[], None]:
         """Remember what was looked at; returns the function that puts it back, for a step that is replayed."""
-        passes, never_ran = Counter(self._passes), self._never_ran
+        passes, begun = Counter(self._passes), self._begun
 
         def restore() -> None:
-            self._passes, self._never_ran = Counter(passes), never_ran
+            self._passes, self._begun = Counter(passes), begun
 
         return restore
 
-    def due(self) -> bool:
-        """Whether the next backward is to be checked; the same answer on all ranks."""
+    def begin(self) -> bool:
+        """Count a backward pass that is about to begin: whether it is to be checked; the same answer on all ranks."""
         if self._generation.topology.full_degree == 1:
             return False
-        return self._never_ran or any(True for _ in self._waiting())
+        self._begun += 1
+        patient = self._begun <= self.PATIENCE or self._begun & (self._begun - 1) == 0
+        return self._begun == 1 or (patient and any(True for _ in self._waiting()))
 
     def run(self) -> None:
         """Check local gradients, before they are synced. Collective over all members.
@@ -99,26 +107,30 @@ class FirstStepCheck:
             PlanError: If the gradient class of a parameter is wrong.
             PeerMismatchError: If the random states of a replica's ranks differ.
         """
-        self._never_ran = False
         generation = self._generation
         looked_at = list(self._waiting())
-        self._passes.update(entry.turn for entry in looked_at)
-        finding = 0
+        # the finding, and of every copy whether it had a gradient to look at
+        told = torch.zeros(1 + len(looked_at), dtype=torch.int64, device=generation.device)
+        other_draws = 2 * len(self._model.parameters) + 2
         if generation.degree > 1:
             state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
-            same = all_equal(state, generation.tensor_parallel, generation.device)
-            finding = self._wrong_class(looked_at) or int(not same)
-        finding = largest(finding, generation.world, generation.device)
-        if finding == 1:
+            if all_equal(state, generation.tensor_parallel, generation.device):
+                told[0] = self._wrong_class(looked_at, told[1:])
+            else:
+                told[0] = other_draws  # rather than the gradients: other masks make all of them differ
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=generation.world)
+        finding, *seen = told.tolist()
+        self._passes.update(entry.turn for entry, one in zip(looked_at, seen, strict=True) if one)
+        if finding == other_draws:
             raise PeerMismatchError(
                 "tensor-parallel peers have different random states after the first step: random numbers were drawn"
                 " inside a sharded region that is no block (dropout between a `colwise` and a `rowwise` layer), or on"
                 " some ranks only. Use the styles `attention` or `mlp` for the module around it"
             )
         if finding:
-            turn, agrees = divmod(finding - 2, 2)
+            turn, agrees = divmod(finding - 1, 2)
             entry = next(e for e in self._model if e.turn == turn)
-            raise PlanError(_agrees(entry) if agrees else _differs(entry))
+            raise PlanError(_agrees(entry) if agrees else _differs(entry, self._model.module))
 
     def _waiting(self) -> Iterator[ShardedParameter]:
         return (
@@ -127,10 +139,15 @@ class FirstStepCheck:
             if e.sharding.replicated and e.parameter.requires_grad and self._passes[e.turn] < self.PASSES
         )
 
-    def _wrong_class(self, copies: list[ShardedParameter]) -> int:
-        """0, or twice the turn of a wrong parameter plus 2 if its copies' gradients differ, 3 if they agree."""
+    def _wrong_class(self, copies: list[ShardedParameter], seen: Tensor) -> int:
+        """0, or twice the turn of a wrong parameter plus 1 if its copies' gradients differ, 2 if they agree.
+
+        Args:
+            copies: What to look at.
+            seen: Shape ``(copies,)``; set to 1 for those that have a gradient other than 0 on some peer.
+        """
         generation = self._generation
-        verdicts = torch.zeros(len(copies), 2, dtype=torch.int32, device=generation.device)
+        verdicts = torch.zeros(len(copies), 3, dtype=torch.int32, device=generation.device)
         for k, entry in enumerate(copies):
             own = entry.parameter.grad
             own = torch.zeros_like(entry.parameter) if own is None else own
@@ -141,12 +158,14 @@ class FirstStepCheck:
             if scale > 0 or difference > 0:
                 verdicts[k, 0] = int(difference > self.TOLERANCE * max(scale, difference))
                 verdicts[k, 1] = int(difference <= 1e-6 * scale and _tells(own))
+                verdicts[k, 2] = 1
         dist.all_reduce(verdicts, group=generation.tensor_parallel)
-        for entry, (differing, equal) in zip(copies, verdicts.tolist(), strict=True):
+        seen.copy_(verdicts[:, 2] > 0)
+        for entry, (differing, equal, _) in zip(copies, verdicts.tolist(), strict=True):
             if entry.sharding.gradient == "full" and differing:
-                return 2 * entry.turn + 2
+                return 2 * entry.turn + 1
             if entry.sharding.gradient == "partial" and equal == generation.degree:
-                return 2 * entry.turn + 3
+                return 2 * entry.turn + 2
         return 0
 
 
@@ -155,12 +174,25 @@ def _tells(gradient: Tensor) -> bool:
     return gradient.numel() * -math.log2(torch.finfo(gradient.dtype).eps) >= 20
 
 
-def _differs(entry: ShardedParameter) -> str:
+def _differs(entry: ShardedParameter, root: nn.Module) -> str:
     module = entry.name.rpartition(".")[0] or entry.name
+    if _is_sharded(root, entry.name.rpartition(".")[0]):
+        return (
+            f"the copies of {entry.name!r} on tensor-parallel peers have different gradients, though the output of"
+            f" {module!r} is whole on each of them: what follows computes on shards. Is there a `colwise` layer without"
+            " its `rowwise` (a head needs 'colwise_gather_output'), or a random number that peers draw differently?"
+        )
     return (
         f"the copies of {entry.name!r} on tensor-parallel peers have different gradients, so it is used inside a"
         f" sharded region: add {module!r}: 'replicated_with_grad_allreduce' to the plan (or shard the module)"
     )
+
+
+def _is_sharded(root: nn.Module, name: str) -> bool:
+    """Whether the module of that name is sharded, or lies in one that is."""
+    parts = name.split(".")
+    around = (root.get_submodule(".".join(parts[: k + 1])) for k in range(len(parts)))
+    return any(isinstance(each, ColwiseLinear | RowwiseLinear | VocabParallelEmbedding) for each in around)
 
 
 def _agrees(entry: ShardedParameter) -> str:

@@ -31,6 +31,11 @@ def plan_of(module: LightningModule, given: Plan | None) -> Plan:
 
 
 def _mapping(plan: object, source: str) -> Plan:
+    if plan is None:
+        raise PlanError(
+            f"{source} returned None: is its `return` missing? It returns module-name patterns and styles, for example"
+            " `return {'model.layers.*.attention': 'attention', 'model.layers.*.mlp': 'mlp'}`"
+        )
     if not isinstance(plan, Mapping):
         raise PlanError(f"{source} is a {type(plan).__name__}, not a mapping of module-name patterns to styles")
     return plan

@@ -16,7 +16,8 @@ from lightning.fabric.utilities.seed import (
     _set_rng_states,
     pl_worker_init_function,
 )
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelSummary as SummaryCallback
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -74,6 +75,21 @@ def patch_clipping(plugin: Precision, clip: Callable[[Any, float], None]) -> Non
     ``Precision.clip_gradients`` calls ``self.clip_grad_by_norm(optimizer, clip_val)``.
     """
     plugin.clip_grad_by_norm = clip  # type: ignore[method-assign,assignment]
+
+
+def patch_summaries(trainer: Trainer, summarize: Callable[[LightningModule, int], Any]) -> None:
+    """Let ``summarize(module, max_depth)`` make what the summary callbacks print.
+
+    2.6.6: ``ModelSummary.on_fit_start``, which RichModelSummary inherits, asks ``self._summary(trainer, module)``. The
+    strategy has set up by then, and the model is cut.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, SummaryCallback):
+            callback._summary = partial(_summary, summarize, callback._max_depth)  # type: ignore[method-assign]
+
+
+def _summary(summarize: Callable[[LightningModule, int], Any], depth: int, trainer: Trainer, module: Any) -> Any:
+    return summarize(module, depth)
 
 
 def patch_found_inf(plugin: Precision, agree: Callable[[torch.Tensor], None]) -> None:

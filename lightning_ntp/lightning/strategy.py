@@ -51,6 +51,7 @@ from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.stopping import StopTogether
+from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
 from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, check_times, is_number
 from lightning_ntp.lightning.transaction import Transaction
@@ -353,6 +354,8 @@ class NTPStrategy(ParallelStrategy):
                 self._sync.close()
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
+        sharded = self.sharded
+        private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
         self.setup_precision_plugin()
         private.patch_clipping(self.precision_plugin, self._clip_by_norm)
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
@@ -545,7 +548,7 @@ class NTPStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         share = self._batches.loss_share()
-        checks = self._first_steps.due()
+        checks = self._first_steps.begin()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()
         if not self._sync_blocked and not checks:

@@ -1,11 +1,13 @@
 """The four autograd collectives of tensor parallelism, for shards of any size.
 
 ``enter_region`` and ``leave_region`` are the conjugate pair of Megatron-LM (arXiv 1909.08053, section 3,
-there called f and g).
+there called f and g). The backward of each is the other one, as an autograd function again: a whole gradient is to a
+second backward what a whole activation is to the first, so gradient penalties come out right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Set
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.plan import Layout, UnitSpace
@@ -26,15 +29,15 @@ class _EnterRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hand the same tensor to others
-        dist.all_reduce(grad, group=ctx.place.group)
-        return grad, None
+        # a copy, for it is summed in place: autograd may hand the same tensor to others
+        return leave_region(grad.clone(memory_format=torch.contiguous_format), ctx.place), None
 
 
 class _LeaveRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: TensorParallelContext) -> Tensor:
-        # in place: both callers hand over a fresh product that no backward formula needs
+        # in place: all callers hand over a fresh tensor that no backward formula needs
+        ctx.place = place
         x = x.contiguous()
         ctx.mark_dirty(x)
         dist.all_reduce(x, group=place.group)
@@ -42,7 +45,7 @@ class _LeaveRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return enter_region(grad, ctx.place), None
 
 
 class _GatherLast(torch.autograd.Function):
@@ -58,11 +61,40 @@ class _GatherLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         # the gathered tensor is used alike on every index, so its gradient is whole: take the own part
-        place, layout = ctx.place, ctx.place.layout(ctx.space)
-        unit = grad.shape[-1] // layout.count
+        return _OwnOfLast.apply(grad, ctx.place, ctx.space), None, None  # type: ignore[no-untyped-call]
+
+
+class _OwnOfLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: TensorParallelContext, space: UnitSpace) -> Tensor:
+        ctx.place, ctx.space = place, space
+        layout = place.layout(space)
+        unit = x.shape[-1] // layout.count
         own = sorted((r for r in _runs(layout) if place.indices[r.holder] == place.index), key=lambda r: r.start)
-        pieces = [grad[..., r.first * unit : (r.first + r.stop - r.start) * unit] for r in own]
-        return torch.cat(pieces, dim=-1), None, None
+        return torch.cat([x[..., r.first * unit : (r.first + r.stop - r.start) * unit] for r in own], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return gather_last(grad, ctx.place, ctx.space), None, None
+
+
+def bypasses(outputs: Iterable[Tensor], entered: Set[Node]) -> bool:
+    """Whether autograd leads from outputs of a region to what entered it around every ``leave_region``.
+
+    Args:
+        outputs: What the region delivers.
+        entered: The autograd nodes of what ``enter_region`` made of its inputs.
+    """
+    ahead, seen = [output.grad_fn for output in outputs], set[Node]()
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen or node.name() == f"{_LeaveRegion.__name__}Backward":
+            continue
+        if node in entered:
+            return True
+        seen.add(node)
+        ahead += [before for before, _ in node.next_functions]
+    return False
 
 
 def enter_region(x: Tensor, place: TensorParallelContext) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_ntp.parallel.collectives import enter_region, gather_last, leave_region
 from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.registry import PlanError
 from lightning_ntp.plan import Segment
 
 
@@ -94,8 +95,15 @@ class RowwiseLinear(nn.Linear):
     """
 
     place: TensorParallelContext
+    plan_name: str
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.place.degree > 1 and input.shape[-1] != self.in_features:
+            raise PlanError(
+                f"{self.plan_name!r} is 'rowwise' in the plan and holds {self.in_features} of its input features, but"
+                f" is given {input.shape[-1]}: its input must come from a 'colwise' layer dealt out in the same units."
+                " Add that layer to the plan, or take this one out"
+            )
         output = leave_region(F.linear(input, self.weight), self.place)
         return output if self.bias is None else output + self.bias
 
@@ -117,19 +125,21 @@ class VocabParallelEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if self.rows is None:
             return super().forward(input)
-        local = self.rows[input]
+        # not self.rows[input]: a lookup refuses what is no row, as the dense one does, and a negative number too
+        local = F.embedding(input, self.rows.unsqueeze(-1)).squeeze(-1)
         elsewhere = local < 0
         output = F.embedding(local.clamp(min=0), self.weight, self.local_padding)
         return leave_region(output.masked_fill(elsewhere.unsqueeze(-1), 0), self.place)
 
     def relayout(self) -> None:
         (segment,) = self.segments
-        units = self.place.units(segment.space)
+        units, size = self.place.units(segment.space), segment.unit_size
         self.num_embeddings = self.weight.shape[0]
         if len(units) == segment.space.count and units == tuple(range(len(units))):
             self.rows = None
             return
-        self.local_padding = units.index(self.padding_idx) if self.padding_idx in units else None
-        rows = torch.full((segment.space.count,), -1, dtype=torch.long)
-        rows[list(units)] = torch.arange(len(units))
+        held = [unit * size + k for unit in units for k in range(size)]
+        self.local_padding = held.index(self.padding_idx) if self.padding_idx in held else None
+        rows = torch.full((segment.size,), -1, dtype=torch.long)
+        rows[held] = torch.arange(len(held))
         self.rows = rows.to(self.weight.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from lightning_ntp.parallel.blocks import MLP, Attention
@@ -41,11 +42,19 @@ def as_style(pattern: str, given: object) -> ParallelStyle:
         return given
     settings: dict[str, Any] = {}
     name = given
+    if type(given).__module__.startswith("torch.distributed.tensor"):
+        kind = type(given).__name__
+        instead = {"ColwiseParallel": "write 'colwise'", "RowwiseParallel": "write 'rowwise'"}.get(
+            kind, f"there is no such style here; known are {', '.join(sorted(STYLES))}"
+        )
+        raise PlanError(f"plan entry {pattern!r} is torch's own {kind}, which cuts evenly into DTensors: {instead}")
     if isinstance(given, Mapping):
         settings = {str(k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
         name = settings.pop("style", None)
     if not isinstance(name, str) or name not in STYLES:
-        raise PlanError(f"plan entry {pattern!r}: unknown style {name!r}; known are {', '.join(sorted(STYLES))}")
+        close = get_close_matches(str(name), STYLES, n=1)
+        meant = f"; did you mean {close[0]!r}?" if close else "."
+        raise PlanError(f"plan entry {pattern!r}: unknown style {name!r}{meant} Known are {', '.join(sorted(STYLES))}")
     try:
         return STYLES[name](**settings)
     except TypeError:

@@ -3,6 +3,10 @@
 Inputs enter once for the whole block (one backward all-reduce instead of one per projection), and random
 numbers drawn inside do not disturb those drawn outside: indices hold different amounts of units, so they
 draw different amounts, and tensor-parallel peers must agree again on the first mask after the block.
+
+The all-reduce sums gradients of which every index has a part. One that reaches the input around the output
+projection (a residual inside of the block) is whole on every index and would count once per index: the first
+training forwards look for such a path in the autograd graph.
 """
 
 from __future__ import annotations
@@ -11,17 +15,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
-from lightning_ntp.parallel.collectives import enter_region
+from lightning_ntp.parallel.collectives import bypasses, enter_region
 from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.nesting import hidden_gradient, map_tensors, tensors_within
+from lightning_ntp.parallel.registry import PlanError
 
 
 class Region:
-    """Forward hooks of one block. Attach with :meth:`attach`."""
+    """Forward hooks of one block. Attach with :meth:`attach`.
 
-    def __init__(self, module: nn.Module, place: TensorParallelContext) -> None:
-        self.place = place
+    Args:
+        name: The block's name in the model.
+        module: The block.
+        place: This rank's place.
+    """
+
+    # one more than needed, for a first forward that takes another branch
+    CHECKS = 2
+
+    def __init__(self, name: str, module: nn.Module, place: TensorParallelContext) -> None:
+        self.name, self.place = name, place
         self.draws = _may_draw(module)
+        self._checks = self.CHECKS
+        self._entered: set[Node] = set()
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
     def attach(self, module: nn.Module) -> None:
@@ -31,15 +49,26 @@ class Region:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         copied = object.__new__(Region)
-        copied.place, copied.draws, copied._outer = self.place, self.draws, []
+        copied.name, copied.place, copied.draws = self.name, self.place, self.draws
+        copied._checks, copied._entered, copied._outer = self._checks, set(), []
         memo[id(self)] = copied
         return copied
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.place.degree == 1:
             return None
-        args = tuple(_entered(a, self.place) for a in args)
-        kwargs = {k: _entered(v, self.place) for k, v in kwargs.items()}
+        # a compiled forward has no graph of its operations to look at
+        checked = self._checks > 0 and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if checked:
+            self._refuse_hidden((*args, *kwargs.values()))
+
+        def enter(tensor: Tensor) -> Tensor:
+            entered = enter_region(tensor, self.place)
+            if checked and entered is not tensor and entered.grad_fn is not None:
+                self._entered.add(entered.grad_fn)
+            return entered
+
+        args, kwargs = map_tensors(args, enter), map_tensors(kwargs, enter)
         if self.draws and module.training:
             device = next((p.device for p in module.parameters()), torch.device("cpu"))
             for generator in _generators(device):
@@ -53,14 +82,26 @@ class Region:
         while self._outer:
             generator, state = self._outer.pop()
             generator.set_state(state)
+        entered, self._entered = self._entered, set()  # not kept: a node keeps its whole graph alive
+        if not entered or output is None:
+            return
+        self._checks -= 1
+        if bypasses(tensors_within(output), entered):
+            raise PlanError(
+                f"the output of the block {self.name!r} ({type(module).__qualname__}) depends on its input past the"
+                " output projection also: by a residual inside, a hook on it, or a further output. Its gradient would"
+                " count once per tensor-parallel index. Give the style to an inner module without that, or name the"
+                " projections one by one ('colwise', then 'rowwise'); what nobody trains on, return detached"
+            )
 
-
-def _entered(value: Any, place: TensorParallelContext) -> Any:
-    if isinstance(value, Tensor):
-        return enter_region(value, place)
-    if type(value) in (tuple, list):  # rotary (cos, sin) pairs and the like
-        return type(value)(_entered(v, place) for v in value)
-    return value
+    def _refuse_hidden(self, values: tuple[Any, ...]) -> None:
+        for value in values:
+            attribute = hidden_gradient(value)
+            if attribute is not None:
+                raise PlanError(
+                    f"the block {self.name!r} is given a {type(value).__qualname__} whose {attribute!r} is a tensor"
+                    " with a gradient: hand tensors to a block as arguments, or in a tuple, list, mapping or dataclass"
+                )
 
 
 def _may_draw(module: nn.Module) -> bool:

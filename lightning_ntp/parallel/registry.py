@@ -78,6 +78,7 @@ class ShardedModel:
         self.place = place
         self.is_cut = False
         self._shardings: dict[Tensor, tuple[Sharding, str]] = {}
+        self._declared: set[str] = set()
         self.parameters: tuple[ShardedParameter, ...] = ()
         self._by_parameter: dict[Tensor, ShardedParameter] = {}
         self._followers: list[Relayout] = []
@@ -97,6 +98,7 @@ class ShardedModel:
                 f" ({sharding} and {known[0]}): give both modules styles that cut the same dimension"
             )
         self._shardings.setdefault(parameter, (sharding, name))
+        self._declared.add(name)
 
     def follow(self, follower: Relayout) -> None:
         """Let ``follower`` take over the local sizes whenever the layout or the device changes."""
@@ -105,8 +107,16 @@ class ShardedModel:
     def declared(self, parameter: Tensor) -> bool:
         return parameter in self._shardings
 
+    def declared_as(self, name: str) -> bool:
+        """Whether a parameter was declared under this of its names."""
+        return name in self._declared
+
     def freeze(self) -> None:
-        """List all parameters; those that nothing was said about are replicated, gradient class ``full``."""
+        """List all parameters; those that nothing was said about are replicated, gradient class ``full``.
+
+        Raises:
+            PlanError: If a parameter that is cut is used by a module of which the plan says nothing (a tied head).
+        """
         found: dict[nn.Parameter, ShardedParameter] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if parameter not in found:
@@ -119,6 +129,23 @@ class ShardedModel:
         for entry in self.parameters:
             # fail here, where every rank fails alike, rather than in the first step
             entry.sharding.layouts(self.place.family, self.place.degree)
+            self._check_ties(entry)
+
+    def _check_ties(self, entry: ShardedParameter) -> None:
+        owners = {alias: self.module.get_submodule(alias.rpartition(".")[0]) for alias in entry.aliases}
+        planned = [owners[alias] for alias in entry.aliases if self.declared_as(alias)]
+        if entry.sharding.dim is None or not planned:
+            return
+        for alias, owner in owners.items():
+            if not any(owner is each for each in planned):
+                name = alias.rpartition(".")[0]
+                styles = {nn.Linear: "'colwise_gather_output'", nn.Embedding: "'embedding_rowwise'"}
+                style = styles.get(type(owner)) if entry.sharding.dim == 0 else None
+                raise PlanError(
+                    f"{alias} and {self._shardings[entry.parameter][1]} are one tied parameter, which the plan cuts,"
+                    f" but of {name!r} it says nothing, which would compute on a shard as if that were whole:"
+                    f" add {name!r}: {style or 'a style that cuts the same dimension'} to the plan, or untie them"
+                )
 
     def layouts(self, entry: ShardedParameter) -> tuple[Layout, ...]:
         """The layouts of a parameter at this rank's live degree."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_ntp.parallel.modules import ColwiseLinear, KeyValueLinear, RowwiseLinear, VocabParallelEmbedding
+from lightning_ntp.parallel.refusals import refuse_computed_weights, refuse_fused_block, refuse_fused_output
 from lightning_ntp.parallel.registry import PlanError, ShardedModel
 from lightning_ntp.plan import GradientClass, Segment, Sharding, UnitSpace
 
@@ -70,13 +71,15 @@ class EmbeddingRowwise(ParallelStyle):
         if type(module).forward is not nn.Embedding.forward:
             raise PlanError(f"style 'embedding_rowwise' needs an nn.Embedding at {name!r}, found {kind_of(module)}")
         assert isinstance(module, nn.Embedding)
+        refuse_computed_weights(name, module)
         for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, setting):
                 raise PlanError(
                     f"the embedding {name!r} has {setting}={getattr(module, setting)!r}, which needs all rows on one"
                     f" device: unset it or leave the embedding out of the plan"
                 )
-        segment = feature_segment(name, module.num_embeddings, module.num_embeddings, 1)
+        # dealt out as the output features of a head are, which may be tied to it
+        segment = feature_segment(name, module.num_embeddings, None, model.place.family.full_degree)
         become(module, VocabParallelEmbedding, model, segments=(segment,), rows=None, local_padding=None)
         model.declare(f"{name}.weight", module.weight, Sharding(0, (segment,)))
 
@@ -89,7 +92,8 @@ class Replicated(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module, model: ShardedModel) -> None:
         for child, parameter in module.named_parameters():
-            model.declare(f"{name}.{child}", parameter, Sharding(None, gradient=self.gradient_class))
+            if not model.declared_as(f"{name}.{child}"):  # what the plan says of an inner module stays
+                model.declare(f"{name}.{child}", parameter, Sharding(None, gradient=self.gradient_class))
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def make_colwise(
 
 def make_rowwise(name: str, linear: nn.Linear, model: ShardedModel, segment: Segment) -> None:
     check_enough(name, (segment,), model)
-    become(linear, RowwiseLinear, model)
+    become(linear, RowwiseLinear, model, plan_name=name)
     model.declare(f"{name}.weight", linear.weight, Sharding(1, (segment,)))
     if linear.bias is not None:
         model.declare(f"{name}.bias", linear.bias, Sharding(None, gradient="full"))
@@ -169,11 +173,14 @@ def check_enough(name: str, segments: tuple[Segment, ...], model: ShardedModel) 
 def plain_linear(name: str, module: nn.Module, style: str) -> nn.Linear:
     if isinstance(module, ColwiseLinear | RowwiseLinear):
         raise PlanError(f"two plan entries make {name!r} parallel")
+    refuse_fused_block(name, module, style)
+    refuse_fused_output(name, module)
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise PlanError(
-            f"style {style!r} needs an nn.Linear at {name!r}, found {kind_of(module)}; other layers need a style of"
+            f"the plan needs an nn.Linear at {name!r} ({style}), found {kind_of(module)}; other layers need a style of"
             f" their own (subclass lightning_ntp.parallel.ParallelStyle)"
         )
+    refuse_computed_weights(name, module)
     return module
 
 

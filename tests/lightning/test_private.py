@@ -17,6 +17,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.fabric.utilities import seed
+from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure, _AutomaticOptimization
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
@@ -27,6 +28,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.utilities import rank_zero
+from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_ntp
@@ -144,6 +146,19 @@ def test_the_grad_scaler_keeps_what_it_found_by_optimizer_and_device() -> None:
     for method in ("unscale_", "_check_inf_per_device"):
         assert "found_inf_per_device" in source(getattr(torch.amp.GradScaler, method))
     assert "self._check_inf_per_device(optimizer)" in source(torch.amp.GradScaler.step)
+
+
+def test_summary_callbacks_ask_a_method_for_their_summary_which_adds_up_numbers_of_parameters() -> None:
+    code = source(ModelSummary.on_fit_start)
+    assert "model_summary=self._summary(trainer,pl_module)" in code and "model_summary.total_parameters" in code
+    assert RichModelSummary.on_fit_start is ModelSummary.on_fit_start
+    assert ModelSummary(max_depth=2)._max_depth == 2
+    code = source(Summary._get_summary_data)
+    assert "map(get_human_readable_count,self.param_nums)" in code
+    assert "self.total_parameters-self.total_layer_params" in code
+    assert "returnsum(self.param_nums)" in source(Summary.total_layer_params.fget)
+    code = source(pl.Trainer._run)
+    assert code.index("self.strategy.setup(self)") < code.index('"on_fit_start"')
 
 
 def test_the_module_reads_its_mesh_from_an_attribute() -> None:
@@ -312,6 +327,8 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_combined_loader",
         "_data_connector",
         "_module_mode",
+        "_max_depth",
+        "_summary",
     },
     "strategy.py": {
         "_device_mesh",

@@ -3,6 +3,8 @@ step, with the line that the plan lacks."""
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_ntp.engine import FirstStepCheck
+from lightning_ntp.lightning.model_plan import plan_of
+from lightning_ntp.parallel import PlanError, TensorParallelContext, parallelize
+from lightning_ntp.plan import LayoutFamily
 from tests.lightning.rigs import (
     FEATURES,
     Degrees,
@@ -20,6 +26,7 @@ from tests.lightning.rigs import (
     assert_same,
     loader,
     make_trainer,
+    slot,
 )
 
 
@@ -133,3 +140,104 @@ def _later(toggles: bool) -> None:
 def test_a_half_that_is_trained_later_is_checked_then(world: Worlds, toggles: bool) -> None:
     for outcome in world(2).start(_later, toggles).wait(grace=20):
         assert outcome.state == "raised" and "add 'net.late.layer_scale': 'replicated'" in outcome.error, outcome.error
+
+
+class _Gated(FeedForward):
+    """Scales its hidden columns, from some step on, or once a gate has left 0."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 7)
+        self.gate = nn.Linear(1, 1, bias=False)
+        self.scale = nn.Linear(1, 3, bias=False)
+        self.used = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.up_proj(x))
+        if self.used:
+            hidden = hidden * (1 + self.gate.weight.sum() * self.scale.weight.mean())
+        return self.down_proj(hidden)
+
+
+class _LateScale(_Planned):
+    """The wrong class of ``scale`` shows from the given step on only."""
+
+    def __init__(self, closed: bool, first: int) -> None:
+        super().__init__(_Gated, {**INSIDE, "net.mlp.gate": "replicated_with_grad_allreduce"})
+        if closed:
+            nn.init.zeros_(self.net.mlp.gate.weight)
+        self.closed, self.first = closed, first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.net.mlp.used = self.closed or batch_idx >= self.first
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.closed and batch_idx < self.first - 1:
+            nn.init.zeros_(self.net.mlp.gate.weight)  # a warm-up from 0
+
+
+def _late(closed: bool, first: int) -> None:
+    make_trainer((2, 1)).fit(_LateScale(closed, first), loader((2, 1), 4 * max(2 * first, 5)))
+
+
+@pytest.mark.parametrize(("closed", "first"), [(False, 3), (True, 3), (False, 20)])
+def test_what_has_no_gradient_in_the_first_steps_is_checked_when_it_has_one(
+    world: Worlds, closed: bool, first: int
+) -> None:
+    for outcome in world(3).start(_late, closed, first).wait(grace=20):
+        assert outcome.state == "raised" and "add 'net.mlp.scale'" in outcome.error, outcome.error
+
+
+def test_what_never_has_a_gradient_costs_overlap_in_few_steps_only() -> None:
+    class _Nobody:
+        topology = SimpleNamespace(full_degree=2)
+
+    model = parallelize(nn.Linear(2, 2), {}, TensorParallelContext(LayoutFamily(2), 2, 0))
+    check = FirstStepCheck(model, _Nobody())  # type: ignore[arg-type]
+    assert [k for k in range(1, 200) if check.begin()] == [*range(1, FirstStepCheck.PATIENCE + 1), 32, 64, 128]
+
+
+class _DrawsAlone(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.drop = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if slot() == 0:
+            torch.randn(1)
+        return F.mse_loss(self.net.drop(self.net(batch[0])), batch[1])
+
+
+def _draw_alone() -> None:
+    make_trainer((2,)).fit(_DrawsAlone(), loader((2,), 8))
+
+
+def test_other_masks_are_told_rather_than_the_gradients_that_differ_by_them(world: Worlds) -> None:
+    for outcome in world(2).start(_draw_alone).wait(grace=20):
+        assert outcome.state == "raised" and "different random states" in outcome.error, outcome.error
+
+
+class _LocalHead(Regression):
+    def configure_tp_plan(self) -> dict[str, Any]:
+        return {"net.mlp.up_proj": "colwise", "net.mlp.down_proj": "rowwise"}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net.mlp(batch[0])
+        return (out * (1 + self.trainer.strategy.device_mesh["tensor_parallel"].get_local_rank())).mean()
+
+
+def _local_head() -> None:
+    make_trainer((2,)).fit(_LocalHead(), loader((2,), 8))
+
+
+def test_a_sharded_module_is_not_advised_to_be_summed(world: Worlds) -> None:
+    for outcome in world(2).start(_local_head).wait(grace=20):
+        assert "'net.mlp.down_proj.bias'" in outcome.error and "what follows computes on shards" in outcome.error
+        assert "replicated_with_grad_allreduce" not in outcome.error, outcome.error
+
+
+@pytest.mark.parametrize(("returned", "words"), [(None, "is its `return` missing?"), (["mlp"], "is a list, not")])
+def test_a_plan_that_is_none_is_told_with_what_a_plan_is(returned: Any, words: str) -> None:
+    module = _Planned(_ScaleAfter, returned)
+    with pytest.raises(PlanError, match=re.escape(words)):
+        plan_of(module, None)
