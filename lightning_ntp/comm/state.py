@@ -68,7 +68,7 @@ def gather_whole(model: ShardedModel, generation: Generation) -> dict[Tensor, Te
 
     One broadcast per index and dtype: beside the result, a rank holds no more than one index's shards twice.
     """
-    topology, whole = generation.topology, {}
+    topology, whole = generation.topology, dict[Tensor, Tensor]()
     for entries in _by_dtype(entry for entry in model if not entry.sharding.replicated):
         layouts = [e.sharding.layouts(topology.family, generation.degree) for e in entries]
         like = entries[0].parameter.detach()
