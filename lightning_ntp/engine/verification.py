@@ -28,13 +28,13 @@ CAUSES = """\
 Usually it is one of these:
  - a head count, split size or width that forward takes from an attribute the plan does not know, or from a constant:
    use one that it sets to the local number (num_heads, ...), shapes (`view(batch, time, -1, head_dim)`), or `scaled=`;
- - a residual connection, a norm or a bias inside a planned block, after the output projection or before the input
-   projections: it is part of the block that is summed. Move it out, or plan the projections by themselves;
+ - a residual connection, a norm or a bias inside a planned block, outside of its projections (then the gradients of
+   what comes before the block are off): move it out of the block, or plan the projections by themselves;
+ - an input of a block that is no tensor, list or tuple of tensors (then, too, what comes before the block is off);
  - a loss that depends on sharded values: activations between `colwise` and `rowwise`, the output of a `colwise` layer
    that nothing gathers (`colwise_gather_output`), or `parameters()` of which each rank holds its shard;
  - a packed projection in another order than all queries, all keys, all values (interleaved by head, say);
- - an input of a block that is no tensor, list or tuple of tensors: its gradient stays partial;
- - in 16 bits, a decision that rounding may turn (routing to experts, an arg max). Then nothing is wrong.
+ - in 16 bits, a decision that rounding may turn (routing to experts, an arg max): then nothing is wrong.
 NTPStrategy(verify=False) switches this check off."""
 
 
@@ -165,7 +165,9 @@ def check_deviations(model: ShardedModel, found: Sequence[float], bound: float) 
         lines.append(f" - those of {len(worst) - SHOWN} more modules by less")
     raise VerificationError(
         "the sharded model does not compute what the unsharded model computes from the same weights and the same batch."
-        f" Relative to the largest number, these are off by more than {bound:g}:\n" + "\n".join(lines) + "\n" + CAUSES
+        f" Relative to the largest number, these are off by more than {bound:g}:\n"
+        + "\n".join(lines if worst else [*lines, " The gradients are right: only the number itself is wrong."])
+        + f"\n{CAUSES}"
     )
 
 
