@@ -503,12 +503,7 @@ class NTPStrategy(ParallelStrategy):
     def _compare_copies(self) -> None:
         """After the first steps: all copies must have the same bits. Collective over all members then."""
         assert self._survival is not None and self._verification is not None
-        committed = self._survival.committed
-        if self._verification.copies_due(committed):
-            model = self.sharded
-            assert model is not None
-            compare = partial(self._collectives.run, "comparing copies")
-            engine.check_copies(compare(lambda: engine.differing_copies(model, self.generation)), committed)
+        self._verification.compare_copies(self._survival.committed, partial(self._collectives.run, "comparing copies"))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

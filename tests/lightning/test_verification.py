@@ -129,7 +129,7 @@ def _fit_wrong(degrees: tuple[int, ...], kind: str, verify: Any) -> list[Any]:
         ("hidden", "the loss"),
         ("weights", "The gradients are right: only the number itself is wrong"),
         ("ungathered", "the loss"),
-        ("heads", "the gradients of 'block.attention.v_proj'"),
+        ("heads", "the gradients of 'block.attention."),
     ],
 )
 def test_what_differs_from_the_unsharded_model_is_told_on_all_ranks_before_the_first_update(
