@@ -138,6 +138,8 @@ class Verification:
                 put_back()
         self._compare(sharded, whole, drawn == drew, failure)
         self.due = False
+        if generation.device.type == "cuda":
+            torch.cuda.empty_cache()  # blocks as large as whole tensors fit nothing that comes later
 
     def _compare(self, sharded: engine.Pass, whole: engine.Pass | None, alike: bool, failure: str | None) -> None:
         """Compare the passes of all ranks and raise together. Collective over all members."""
@@ -153,8 +155,12 @@ class Verification:
         if failed:
             reason = failure or "on another rank"
             if self._verify is True:
-                raise RuntimeError(f"verify=True, but the unsharded model fails in the first training step ({reason})")
-            log.warning("the first step was not verified: unsharded, the model fails in it (%s)", reason)
+                raise RuntimeError(
+                    f"verify=True, but the unsharded model fails in the first training step ({reason}): leave"
+                    " verify='auto', use a smaller batch, or verify a smaller model"
+                )
+            if failure or generation.rank == 0:
+                log.warning("the first step was not verified: unsharded, the model fails in it (%s)", reason)
         elif drew:
             if generation.rank == 0:
                 log.info(

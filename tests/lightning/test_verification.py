@@ -198,11 +198,14 @@ class _Busy(Regression):
         self.count += 1
         self.average += loss.detach().double()
         self.last = loss  # keeps the graph alive
+        graphs[:] = [*graphs[-2:], loss]
         return loss
 
 
 calls: list[int] = []
 """Of training_step in this process; nothing puts it back."""
+graphs: list[Tensor] = []
+"""Losses that the user keeps, where nobody looks."""
 
 
 def _train(verify: Any, draws: str, precision: str, options: dict[str, Any], weighs: bool, uneven: bool) -> Any:
@@ -318,7 +321,7 @@ def test_random_numbers_inside_of_blocks_prove_nothing_and_are_told_once(world: 
 
 def test_a_rank_without_room_for_the_whole_model_lets_all_go_on(world: Worlds) -> None:
     said = world(3).run(_fit_odd, (2, 1), "fails", "auto")
-    assert all("was not verified" in lines[0] for lines in said) and "no room" in said[1][0], said
+    assert "was not verified" in said[0][0] and "no room" in said[1][0] and not said[2], said
 
 
 def test_a_rank_without_room_fails_all_if_the_user_insists(world: Worlds) -> None:
