@@ -6,7 +6,7 @@ from lightning_ntp.comm.gradient_sync import GradientSync
 from lightning_ntp.comm.interruption import Interrupted, JobLost, StaleGroupError
 from lightning_ntp.comm.reshard import Resharding, ShardedState
 from lightning_ntp.comm.runtime import Recovery, Runtime
-from lightning_ntp.comm.state import broadcast_start, gather_full
+from lightning_ntp.comm.state import broadcast_start, gather_full, gather_whole, sum_over_owners
 
 __all__ = [
     "Generation",
@@ -20,5 +20,7 @@ __all__ = [
     "StaleGroupError",
     "broadcast_start",
     "gather_full",
+    "gather_whole",
     "runtime",
+    "sum_over_owners",
 ]

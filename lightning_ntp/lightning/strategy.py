@@ -55,6 +55,7 @@ from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
 from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, check_times, is_number
 from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.verification import Verification
 from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
@@ -87,6 +88,10 @@ class NTPStrategy(ParallelStrategy):
         heartbeat: How long a rank may show no progress while others wait for it before it is taken as hung, and killed;
             seconds or a timedelta, None for ever. Five times the longest silence that came to a good end, if that is
             more; ten times as long in the first step, evaluation batch or checkpoint. Must be less than ``timeout``.
+        verify: Whether the first training step of a fit is tried out first, sharded and unsharded, and compared, and
+            all copies of parameters are compared after the first two steps; an error says what is wrong. ``"auto"``:
+            if the unsharded parameters and gradients take at most 512 MiB; with manual optimization only the copies.
+            True: whatever the size. False: never.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -112,8 +117,11 @@ class NTPStrategy(ParallelStrategy):
         max_failures: int | None = None,
         failure_window: float | timedelta | None = None,
         heartbeat: float | timedelta | None = DEFAULT_HEARTBEAT,
+        verify: Literal["auto"] | bool = "auto",
     ) -> None:
         super().__init__()
+        if not (isinstance(verify, bool) or verify == "auto"):
+            raise ValueError(f"verify={verify!r} is none of 'auto', True, False")
         if start_method not in ("popen", "spawn", "fork"):
             raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
         if process_group_backend not in (None, "gloo", "nccl"):
@@ -149,6 +157,8 @@ class NTPStrategy(ParallelStrategy):
         self._sync: GradientSync | None = None
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
+        self._verify: Literal["auto"] | bool = verify
+        self._verification: Verification | None = None
         self._resumable: set[Optimizer] = set()
         self._held: dict[Optimizer, int] = {}
         """How many parameters each optimizer had when it was checked."""
@@ -389,6 +399,10 @@ class NTPStrategy(ParallelStrategy):
             transaction.registered = self._whole.registered
             # whatever a callback does at the end, such as an upload by one rank, may take any time
             private.before_train_end(trainer, lambda: progress.current().back_to(Tag.SETUP))
+            assert self.sharded is not None
+            self._verification = Verification(
+                self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
+            )
         survival.install(evaluation, transaction)
 
     def _states(self) -> list[ShardedState]:
@@ -522,7 +536,30 @@ class NTPStrategy(ParallelStrategy):
     def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None and self._transaction is not None
         batch = self._batches.training(self.lightning_module.trainer, batch, self._transaction.batch_idx)
-        return super().training_step(batch, *args, **kwargs)
+
+        def step(batch: Any) -> STEP_OUTPUT:
+            return super(NTPStrategy, self).training_step(batch, *args, **kwargs)
+
+        assert self._verification is not None
+        if self._verification.due:
+            assert self._first_steps is not None and self._sync is not None
+            self._verification.run(step, batch, self._first_steps, self._sync)
+        return step(batch)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._compare_copies()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._compare_copies()
+
+    def _compare_copies(self) -> None:
+        """After the first steps: all copies must have the same bits. Collective over all members then."""
+        assert self._survival is not None and self._verification is not None
+        self._verification.compare_copies(self._survival.committed, partial(self._collectives.run, "comparing copies"))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -640,7 +677,8 @@ class NTPStrategy(ParallelStrategy):
         assert self._sync is not None and self._first_steps is not None and self._transaction is not None
         # of a later micro-batch: what the replay of the earlier ones has made it, in whatever layout it ran
         local = set(self._sync.local) if self._transaction.at_start else None
-        others = (self._batches.remember(), self._first_steps.remember())
+        assert self._verification is not None
+        others = (self._batches.remember(), self._first_steps.remember(), self._verification.remember())
 
         def restore() -> None:
             assert self._sync is not None

@@ -25,7 +25,7 @@ from lightning_ntp.lightning.attempts import Failure, Unwind, attempt
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.manual_state import ManualState
 from lightning_ntp.lightning.registered_state import RegisteredState
-from lightning_ntp.lightning.snapshot import Restore, SnapshotRecorder
+from lightning_ntp.lightning.snapshot import Restore, Snapshot, SnapshotRecorder
 from lightning_ntp.lightning.window import Entry, ReplayClosure, Window
 
 T = TypeVar("T")
@@ -111,6 +111,10 @@ class Transaction:
         if window is None or window.position >= len(window.entries):
             return int(self._trainer.fit_loop.batch_idx)
         return window.entries[window.position].batch_idx
+
+    def snapshot(self) -> Snapshot:
+        """The state as it is now, for whoever tries something out inside of a step."""
+        return self._recorder.take()
 
     def install(self) -> None:
         """Take over the steps of a fit."""

@@ -3,6 +3,7 @@
 from lightning_ntp.parallel.apply import Plan, match_plan, parallelize
 from lightning_ntp.parallel.blocks import MLP, Attention
 from lightning_ntp.parallel.context import TensorParallelContext
+from lightning_ntp.parallel.dropout import without_dropout
 from lightning_ntp.parallel.named_styles import STYLES
 from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter
 from lightning_ntp.parallel.styles import (
@@ -13,6 +14,7 @@ from lightning_ntp.parallel.styles import (
     ReplicatedWithGradAllReduce,
     Rowwise,
 )
+from lightning_ntp.parallel.unsharded import unsharded
 
 __all__ = [
     "MLP",
@@ -31,4 +33,6 @@ __all__ = [
     "TensorParallelContext",
     "match_plan",
     "parallelize",
+    "unsharded",
+    "without_dropout",
 ]

@@ -64,6 +64,20 @@ class ShardedParameter:
             base += segment.size
         return torch.cat(pieces, dim=dim)
 
+    def fill(self, full: Tensor, shard: Tensor, layouts: Sequence[Layout], index: int) -> None:
+        """The reverse of :meth:`cut`: put the shard that ``index`` holds into an unsharded tensor."""
+        dim = self.sharding.dim
+        if dim is None:
+            full.copy_(shard)
+            return
+        base = start = 0
+        for segment, layout in zip(self.sharding.segments, layouts, strict=True):
+            for first, count in _stretches(layout.owned[index]):
+                size = count * segment.unit_size
+                full.narrow(dim, base + first * segment.unit_size, size).copy_(shard.narrow(dim, start, size))
+                start += size
+            base += segment.size
+
 
 class ShardedModel:
     """A model cut for one tensor-parallel place.
