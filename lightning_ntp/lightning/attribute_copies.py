@@ -70,7 +70,7 @@ _CONTAINERS = (list, deque, dict, set)
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
 
 
-# ---- all attributes, of all modules: for a step that is only tried out ------------------------------------------------
+# ---- all attributes, of all modules: for a step that is only tried out ----------------------------------------------
 
 COPIED_BYTES = 1 << 24
 """Larger tensors in plain attributes are not copied."""

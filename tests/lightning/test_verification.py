@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,16 +34,6 @@ from tests.lightning.rigs import (
 )
 
 # ---- what is wrong is told ------------------------------------------------------------------------------------------
-
-
-class _ResidualInside(FeedForward):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + super().forward(x)
-
-
-class _TakesDict(FeedForward):
-    def forward(self, x: Any) -> Tensor:
-        return super().forward(x["x"])
 
 
 class _KeepsHidden(FeedForward):
@@ -84,26 +73,19 @@ class _Wrong(Regression):
         self.kind = kind
         torch.manual_seed(3)
         self.before = nn.Linear(FEATURES, FEATURES)
-        blocks: dict[str, Callable[[], nn.Module]] = {
-            "residual": lambda: _ResidualInside(FEATURES, 8),
-            "dict": lambda: _TakesDict(FEATURES, 8),
-            "heads": _OverFeatures,
-        }
-        self.block = blocks.get(kind, lambda: _KeepsHidden(FEATURES, 8))()
+        self.block = _OverFeatures() if kind == "heads" else _KeepsHidden(FEATURES, 8)
 
     def configure_tp_plan(self) -> dict[str, Any]:
         more: dict[str, dict[str, Any]] = {
             "heads": {"block.attention": {"style": "attention", "heads": 4}},
             "ungathered": {"block": "mlp", "net.head": "colwise"},
-            # no copies that could be seen to differ
-            "dict": {"block": "mlp", "before": "colwise_gather_output"},
         }
         return more.get(self.kind, {"block": "mlp"})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         before = self.before(x)
-        out = self.net(before + self.block({"x": before} if self.kind == "dict" else before))
+        out = self.net(before + self.block(before))
         if self.kind == "ungathered":
             return out.square().mean()
         loss = F.mse_loss(out, y)
@@ -124,8 +106,6 @@ def _fit_wrong(degrees: tuple[int, ...], kind: str, verify: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "found"),
     [
-        ("residual", "the gradients of 'before'"),
-        ("dict", "the gradients of 'before'"),
         ("hidden", "the loss"),
         ("weights", "The gradients are right: only the number itself is wrong"),
         ("ungathered", "the loss"),
@@ -143,13 +123,13 @@ def test_what_differs_from_the_unsharded_model_is_told_on_all_ranks_before_the_f
 
 
 def test_it_can_be_switched_off(world: Worlds) -> None:
-    assert len(world(3).run(_fit_wrong, (2, 1), "residual", False)[0]) == 4
+    assert len(world(3).run(_fit_wrong, (2, 1), "weights", False)[0]) == 4
 
 
 def _too_large(degrees: tuple[int, ...]) -> int:
     before, verification.AUTO_BYTES = verification.AUTO_BYTES, 1000
     try:
-        return len(_fit_wrong(degrees, "residual", "auto"))
+        return len(_fit_wrong(degrees, "weights", "auto"))
     finally:
         verification.AUTO_BYTES = before
 
