@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
+
+from lightning_ntp.lightning.snapshot import SnapshotRecorder
 
 _BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info (linux/tcp.h, Linux 4.19 and newer)
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
@@ -99,7 +102,31 @@ def watch_memory(module: Any) -> Callable[[], Memory]:
     return finish
 
 
-ACCOUNTS: dict[str, Callable[..., Callable[[], Any]]] = {"traffic": watch_traffic, "memory": watch_memory}
+def watch_snapshot(module: Any) -> Callable[[], float]:
+    """Sum up the seconds in which steps remember what they may have to put back."""
+    take, seconds = SnapshotRecorder.take, 0.0
+
+    def timed(recorder: SnapshotRecorder) -> Any:
+        nonlocal seconds
+        began = time.perf_counter()
+        taken = take(recorder)
+        seconds += time.perf_counter() - began
+        return taken
+
+    SnapshotRecorder.take = timed  # type: ignore[method-assign]
+
+    def finish() -> float:
+        SnapshotRecorder.take = take  # type: ignore[method-assign]
+        return seconds
+
+    return finish
+
+
+ACCOUNTS: dict[str, Callable[..., Callable[[], Any]]] = {
+    "traffic": watch_traffic,
+    "memory": watch_memory,
+    "snapshot": watch_snapshot,
+}
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ QUICK = Size(dim=64, layers=2, hidden=176, vocab=256, tokens=32)
 STEPS = 3
 """Of a turn."""
 WATCHED_STEPS = 2
+SNAPSHOT_STEPS = 10
 COMPARISONS = [
     (Setting("ntp", (1, 1)), Setting("ddp", (1, 1)), True),
     (Setting("ntp", (2, 2)), Setting("dtensor", (2, 2)), False),
@@ -57,6 +58,18 @@ def show_times(size: Size, pairs: int) -> None:
         with ours.start(size, clip) as ours_world, theirs.start(size, clip) as theirs_world:
             found = compare(ours_world, theirs_world, pairs, STEPS, warm_up=2)
         print(f"{f'{ours.name} / {theirs.name}':<34}{_milliseconds(found)}  {_ratio(found.wall)} {_ratio(found.cpu)}")
+
+
+def show_snapshot(size: Size) -> None:
+    setting, _, clip = COMPARISONS[0]
+    with setting.start(size, clip) as world:
+        world.ready()
+        world.turn(2)
+        began = time.perf_counter()
+        seconds = max(world.account("snapshot", SNAPSHOT_STEPS))
+        step = (time.perf_counter() - began) / SNAPSHOT_STEPS
+    share = 100 * seconds / SNAPSHOT_STEPS / step
+    print(f"the snapshot of a step: {1000 * seconds / SNAPSHOT_STEPS:.2f} ms, {share:.2f} % of it (aim: at most 1 %)")
 
 
 def show_accounts(size: Size, only: str | None) -> None:
@@ -139,6 +152,7 @@ def main() -> None:
     )
     if arguments.only in (None, "time"):
         show_times(size, arguments.pairs)
+        show_snapshot(size)
     if arguments.only != "time":
         show_accounts(size, arguments.only)
     print(f"\n{time.monotonic() - began:.0f} s")

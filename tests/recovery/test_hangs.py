@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_ntp.lightning.callbacks import fault_injector
 
 STEPS = 10
@@ -68,6 +70,7 @@ def test_a_stopped_rank_is_killed_but_not_one_that_is_about_as_slow_as_before(tm
     assert "no stack: a stopped process cannot write it" in out and "degrees (1, 2)" in out, out
 
 
+@pytest.mark.chaos
 def test_a_rank_that_would_have_come_back_too_late_counts_as_hung(tmp_path: Path) -> None:
     """And one that hangs in its update: the others have gone on, and wait for it in the next step."""
     slow = {"kind": "slow", "slot": 2, "step": 6, "phase": "data", "seconds": 60}

@@ -33,7 +33,7 @@ def test_an_exception_of_one_rank_counts_as_its_death(tmp_path: Path) -> None:
     assert "slot 2 lost: degrees (2, 2) -> (2, 1)" in done.stderr
 
 
-@pytest.mark.parametrize("who", ["replica", "all"])
+@pytest.mark.parametrize("who", ["replica", pytest.param("all", marks=pytest.mark.chaos)])
 def test_an_exception_of_a_whole_replica_ends_the_job(tmp_path: Path, who: str) -> None:
     done = _run(tmp_path, who)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -50,6 +50,7 @@ def test_what_every_new_rank_zero_raises_is_no_fault_of_a_rank(tmp_path: Path) -
     assert "raised by slot 1 of 4" in done.stderr, done.stderr
 
 
+@pytest.mark.chaos
 def test_out_of_memory_after_a_shrink_is_explained(tmp_path: Path) -> None:
     done = _run(tmp_path, "memory")
     assert done.returncode == 1, done.stdout + done.stderr
