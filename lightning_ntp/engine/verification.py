@@ -106,7 +106,9 @@ def unsharded_pass(model: ShardedModel, loss: Tensor, generation: Generation) ->
         layouts = entry.sharding.layouts(topology.family, generation.degree)
         gradients.append(entry.cut(grad, layouts, generation.index))
         entry.parameter.grad = None  # one whole gradient at a time becomes a shard
-    return Pass(loss.detach().clone(), gradients, float(torch.stack(largest).max()) if largest else 0.0)
+    return Pass(
+        loss.detach().clone(), gradients, float(torch.stack(largest).nan_to_num(0.0, 0.0).max()) if largest else 0.0
+    )
 
 
 def deviations(sharded: Pass, whole: Pass, bound: float, overflows: bool) -> list[float]:
@@ -126,11 +128,10 @@ def deviations(sharded: Pass, whole: Pass, bound: float, overflows: bool) -> lis
             found.append(torch.zeros((), dtype=torch.float64, device=one.device))
             continue
         difference, scale = (one - other).abs().max().double(), other.abs().max().double()
-        found.append(difference / scale.clamp_min(least))
-    values = torch.stack(found).tolist()
-    return [
-        0.0 if overflows and not value < _HUGE else min(value, _HUGE) if value == value else _HUGE for value in values
-    ]
+        deviation = (difference / scale.clamp_min(least)).nan_to_num(_HUGE, _HUGE).clamp_max(_HUGE)
+        # a batch that has no unsharded loss either (all its targets ignored, say) proves nothing
+        found.append(torch.where(scale.isfinite(), deviation, 0.0))
+    return [0.0 if overflows and value >= _HUGE else float(value) for value in torch.stack(found).tolist()]
 
 
 def agree(findings: Sequence[float], generation: Generation) -> list[float]:

@@ -299,6 +299,25 @@ def test_random_numbers_inside_of_blocks_prove_nothing_and_are_told_once(world: 
     assert [len(lines) for lines in said] == [1, 0, 0] and "draws different random numbers" in said[0][0], said
 
 
+class _NothingToLearn(Regression):
+    """Replica 1 has no targets in its first batch, so its loss there is 0 / 0."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        nothing = replica_of((2, 1)) == 1 and batch_idx == 0
+        return F.mse_loss(self.net(x)[:0], y[:0]) if nothing else F.mse_loss(self.net(x), y)
+
+
+def _undefined() -> int:
+    trainer = make_trainer((2, 1), {"verify": True}, detect_anomaly=False, max_steps=1)
+    trainer.fit(_NothingToLearn(), loader((2, 1), 8))
+    return trainer.global_step
+
+
+def test_a_loss_that_is_undefined_for_the_unsharded_model_too_proves_nothing(world: Worlds) -> None:
+    assert world(3).run(_undefined) == [1, 1, 1]
+
+
 def test_a_rank_without_room_for_the_whole_model_lets_all_go_on(world: Worlds) -> None:
     said = world(3).run(_fit_odd, (2, 1), "fails", "auto")
     assert "was not verified" in said[0][0] and "no room" in said[1][0] and not said[2], said
