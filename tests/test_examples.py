@@ -161,7 +161,7 @@ lost slot 1 +in step 2: degrees \\(2, 1\\) -> \\(1, 1\\)
 """
 
 
-@pytest.mark.parametrize("fault", [True, False])
+@pytest.mark.parametrize("fault", [True, pytest.param(False, marks=pytest.mark.chaos)])
 def test_the_script_loses_a_rank_goes_on_and_saves_the_whole_model(fault: bool, tmp_path: Path) -> None:
     more = [] if fault else ["--no-fault"]
     printed = train("--degrees", "2", "1", "--steps", "4", "--seq-len", "32", *more, output=tmp_path)

@@ -154,6 +154,7 @@ def test_an_exit_is_seen_before_the_process_can_be_reaped() -> None:
     watch.close()
 
 
+@pytest.mark.chaos
 def test_ranks_that_all_wait_for_each_other_end_the_job_with_their_stacks(tmp_path: Path) -> None:
     main = """\
     from lightning_ntp.launch import progress

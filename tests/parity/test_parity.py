@@ -40,8 +40,16 @@ def _check(
     assert_parity(got, train(recipe), bounds_of(recipe))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("degrees", DEGREES, ids=_name)
+@pytest.mark.parametrize(
+    ("degrees", "dtype"),
+    [
+        # float32 of the large worlds by `make chaos`
+        pytest.param(degrees, dtype, marks=[pytest.mark.chaos] * (dtype == "float32" and sum(degrees) > 7))
+        for degrees in DEGREES
+        for dtype in ("float64", "float32")
+    ],
+    ids=lambda value: value if isinstance(value, str) else _name(value),
+)
 def test_adamw_with_clipping_follows_the_dense_run(world: Worlds, degrees: tuple[int, ...], dtype: str) -> None:
     recipe = replace(_CLIPPED, dtype=dtype)
     reference = train(replace(recipe, replicas=len(degrees)))
@@ -147,7 +155,7 @@ def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return float(torch.stack([(a[n] - b[n]).norm() for n in b]).norm())
 
 
-@pytest.mark.parametrize("degrees", [(4, 3), (4, 2, 3)], ids=_name)
+@pytest.mark.parametrize("degrees", [(4, 3), pytest.param((4, 2, 3), marks=pytest.mark.chaos)], ids=_name)
 def test_copies_stay_equal_bit_by_bit_through_50_clipped_steps(world: Worlds, degrees: tuple[int, ...]) -> None:
     recipe = replace(_CLIPPED, dtype="float32", steps=50, replicas=len(degrees))
     got = train_in_world(world(sum(degrees)), recipe, degrees, copies_equal=True)

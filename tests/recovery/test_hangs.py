@@ -61,6 +61,7 @@ def test_a_rank_that_hangs_is_killed_and_its_stack_is_kept_but_a_slow_first_step
     assert "degrees (2, 1)" in out, out
 
 
+@pytest.mark.chaos
 def test_a_stopped_rank_is_killed_but_not_one_that_is_about_as_slow_as_before(tmp_path: Path) -> None:
     stalls = {"kind": "slow", "slot": 2, "step": 1, "phase": "forward", "seconds": 1.4, "steps": 2}
     longer = {**stalls, "step": 5, "seconds": 3.5, "steps": 1}

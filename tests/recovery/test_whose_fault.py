@@ -42,6 +42,7 @@ def test_an_exception_of_a_whole_replica_ends_the_job(tmp_path: Path, who: str) 
     assert " lost: degrees" not in done.stderr and "alone" not in done.stderr
 
 
+@pytest.mark.chaos
 def test_what_every_new_rank_zero_raises_is_no_fault_of_a_rank(tmp_path: Path) -> None:
     done = _run(tmp_path, "zero")
     assert done.returncode == 1, done.stdout + done.stderr
