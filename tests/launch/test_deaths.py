@@ -11,6 +11,8 @@ import textwrap
 import time
 from pathlib import Path
 
+import pytest
+
 from lightning_ntp.launch.exits import ExitWatch
 
 SCRIPT = """\
