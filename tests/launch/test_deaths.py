@@ -78,11 +78,13 @@ def test_an_exit_without_a_farewell_is_a_death(tmp_path: Path) -> None:
     assert "died: exit code 3; 2 ranks go on" in err
 
 
+@pytest.mark.chaos
 def test_without_the_announcement_a_death_ends_the_job(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "if slot == 1: os.kill(os.getpid(), signal.SIGKILL)", "if is_rank(): work(False)")
     assert code == 128 + signal.SIGKILL and out == "" and "killed by SIGKILL" in err and "go on" not in err
 
 
+@pytest.mark.chaos
 def test_an_exception_ends_the_job_as_ever(tmp_path: Path) -> None:
     code, out, err = run(tmp_path, "if slot == 2: raise ValueError('a bug')")
     assert code == 1 and out == "" and err.count("ValueError: a bug") == 1 and "go on" not in err, err

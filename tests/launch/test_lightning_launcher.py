@@ -38,7 +38,7 @@ def test_exception_runs_callbacks_in_the_ranks_only_and_is_printed_once(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with")  # forked ranks inherit the filters
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.chaos), "fork"])
 def test_weights_metrics_and_results_come_back_to_the_caller(method: Any, tmp_path: Path) -> None:
     module, job = Module(), trainer(tmp_path, method)
     before = module.layer.weight.detach().clone()

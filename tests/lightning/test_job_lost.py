@@ -50,6 +50,7 @@ def test_units_that_nobody_else_holds_are_told_in_one_line_with_the_newest_check
     assert path is not None and Path(path[1]).name == "step=2.ckpt" and (tmp_path / path[1]).exists()
 
 
+@pytest.mark.chaos
 def test_a_policy_that_forbids_going_on_saves_first(tmp_path: Path) -> None:
     line = reason(fit(tmp_path, 3, {"degrees": (2, 1), "max_failures": 0}))
     assert "1 failure in this job, and max_failures=0" in line

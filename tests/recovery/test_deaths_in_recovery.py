@@ -13,7 +13,9 @@ from tests.recovery.points import POINTS
 _NUMBER = {"agree": 2, "joined": 2, "rebuild": 2, "rebuilt": 2}
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point", [pytest.param(p, marks=[pytest.mark.chaos] * (p in ("rebuild", "rebuilt", "joined"))) for p in POINTS]
+)
 def test_a_death_in_a_recovery(world: Worlds, point: str, tmp_path: Path) -> None:
     job = Job((2, 3), ((3, 2, "backward"),), ((0, point, _NUMBER.get(point, 1)),))
     survives(world, job, tmp_path, (1, 2))

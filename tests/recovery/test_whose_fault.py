@@ -59,6 +59,7 @@ def test_out_of_memory_after_a_shrink_is_explained(tmp_path: Path) -> None:
     assert "2.00 times" in done.stderr and "tried to allocate 3 GiB" in done.stderr
 
 
+@pytest.mark.chaos
 def test_a_rank_that_alone_is_told_to_stop_leaves_alone(tmp_path: Path) -> None:
     done = _run(tmp_path, "told")
     assert done.returncode == 0, done.stdout + done.stderr
