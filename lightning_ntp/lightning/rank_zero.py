@@ -62,11 +62,16 @@ def remember_rows(trainer: Trainer) -> None:
             _rewrite_atomically(logger._experiment)
 
 
-def take_over_rank_zero(trainer: Trainer) -> None:
+def take_over_rank_zero(trainer: Trainer, running: bool = True) -> None:
     """Go on with loggers and progress bar where the rank 0 that died has left them.
 
     Call it once ``rank_zero_only.rank``, ``trainer.global_rank`` and ``trainer.world_size`` are the new ones, and after
     the interrupted step was undone, before it goes on: what this rank has logged is kept, what it will log is dropped.
+
+    Args:
+        trainer: The trainer.
+        running: Whether its loops run already. If not, they will show the progress bar; the files of an earlier run in
+            the same script are gone on with in any case.
     """
     # 2.6.6: `_LoggerConnector.log_metrics` takes this number unless the user logs a "step"
     next_step = trainer.fit_loop.epoch_loop._batches_that_stepped
@@ -76,7 +81,10 @@ def take_over_rank_zero(trainer: Trainer) -> None:
         elif isinstance(logger, FabricTensorBoardLogger):
             _go_on_in_tensorboard(logger, _rows_of(logger), next_step)
     if trainer.progress_bar_callback is not None:
-        _show(trainer.progress_bar_callback, trainer)
+        if running:
+            _show(trainer.progress_bar_callback, trainer)
+        else:
+            trainer.progress_bar_callback.enable()
 
 
 # ---- what was logged -------------------------------------------------------------------------------------------------

@@ -231,8 +231,9 @@ class Survival:
         assert trainer is not None
         was_zero = change.before.slots[0] == self._runtime.slot
         self._follow()
-        if trainer.is_global_zero and not was_zero and self._events is not None:
-            take_over_rank_zero(trainer)
+        if trainer.is_global_zero and not was_zero:
+            # at once: Lightning's next look at a logger would begin its file anew
+            take_over_rank_zero(trainer, running=self._events is not None)
         if self._events is not None:
             self._events.write_change(change)
         if trainer.is_global_zero:
