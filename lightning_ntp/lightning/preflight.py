@@ -59,7 +59,14 @@ def check_model(strategy: NTPStrategy, module: LightningModule) -> None:
         return
     plan = plan_of(module, strategy.plan)
     place = TensorParallelContext(topology.family, topology.full_degree, 0, None)
-    parallelize(module if strategy.start_method == "popen" else _without_values(module), plan, place)
+    if strategy.start_method == "popen":
+        parallelize(module, plan, place)
+        return
+    try:
+        copied = _without_values(module)
+    except Exception:  # a lock, say: whoever pickles it tells more, and a fork does not mind
+        return
+    parallelize(copied, plan, place)
 
 
 def _without_values(module: nn.Module) -> nn.Module:

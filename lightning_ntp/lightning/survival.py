@@ -62,6 +62,8 @@ class Survival:
         self._events: engine.EventLog | None = None
         self._replaying_since: float | None = None
         self._loops = 0
+        self._forwards = False
+        """The change that is under way found this rank in the vote on a step that others had committed."""
 
     def begin(self, trainer: Trainer, policy: RecoveryPolicy, follow: Callable[[], None]) -> None:
         """A run begins: from now on a rank that is lost interrupts the others, and they go on.
@@ -159,8 +161,7 @@ class Survival:
 
     def agree(self, error: Interrupted) -> engine.Outcome:
         outcome: engine.Outcome = self._or_leave(lambda: self.engine.agree(error))
-        if outcome is engine.Outcome.FORWARD:
-            self._write("forward", step=self.committed)
+        self._forwards = outcome is engine.Outcome.FORWARD
         return outcome
 
     def complete(self) -> None:
@@ -236,6 +237,8 @@ class Survival:
             take_over_rank_zero(trainer, running=self._events is not None)
         if self._events is not None:
             self._events.write_change(change)
+            if self._forwards:
+                self._events.write("forward", step=change.step - 1)
         if trainer.is_global_zero:
             log.warning(engine.describe(change))
             gone = [r for r in change.before.live_replicas if r not in change.after.live_replicas]
