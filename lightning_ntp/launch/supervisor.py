@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import secrets
 import select
@@ -10,7 +12,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -175,6 +177,10 @@ class Supervisor:
         return environment
 
     def _watch(self, server: ServerProcess, job_dir: Path) -> None:
+        with _short_collections():
+            self._watch_ranks(server, job_dir)
+
+    def _watch_ranks(self, server: ServerProcess, job_dir: Path) -> None:
         next_look = 0.0
         while len(self._codes) < self.ranks:
             recovers = self._deaths.expected
@@ -280,6 +286,19 @@ class Supervisor:
         if self._call is not None and cause is None and any(self._codes[slot] == 0 for slot in survivors):
             result = read_result(job_dir)
         return Outcome(self.ranks, code, dict(self._codes), tuple(self._failures), cause, stop, result)
+
+
+@contextlib.contextmanager
+def _short_collections() -> Iterator[None]:
+    """Keep Python's garbage collector away from what torch and Lightning have made.
+
+    A full collection of that takes 0.2 s (measured; 0.7 s on a busy machine), in which no death would be noticed.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def run_script(ranks: int, **options: Any) -> int:
