@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.wire import Wire, WireEntry, element_width
-from lightning_ntp.parallel import ShardedModel, ShardedParameter
+from lightning_ntp.parallel import ShardedModel, ShardedParameter, replace_data
 from lightning_ntp.plan import Exchange, Sharding, Topology, plan_reshard
 
 ShardedState = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -44,7 +44,7 @@ class _Shard:
             return
         if self.holder is None:
             self.entry.parameter.grad = None
-            self.entry.parameter.data = self.received
+            replace_data(self.entry.parameter, self.received)
         else:
             self.holder[self.key] = self.received
 

@@ -5,7 +5,7 @@ from lightning_ntp.parallel.blocks import MLP, Attention
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.dropout import without_dropout
 from lightning_ntp.parallel.named_styles import STYLES
-from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter
+from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter, replace_data
 from lightning_ntp.parallel.styles import (
     Colwise,
     EmbeddingRowwise,
@@ -33,6 +33,7 @@ __all__ = [
     "TensorParallelContext",
     "match_plan",
     "parallelize",
+    "replace_data",
     "unsharded",
     "without_dropout",
 ]

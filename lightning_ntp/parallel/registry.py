@@ -180,7 +180,7 @@ class ShardedModel:
             for entry in self.parameters:
                 entry.parameter.grad = None
                 if not entry.sharding.replicated:
-                    entry.parameter.data = entry.cut(entry.parameter, self.layouts(entry), self.place.index)
+                    replace_data(entry.parameter, entry.cut(entry.parameter, self.layouts(entry), self.place.index))
         self.is_cut = True
         self.relayout()
 
@@ -191,6 +191,18 @@ class ShardedModel:
 
     def __iter__(self) -> Iterator[ShardedParameter]:
         return iter(self.parameters)
+
+
+def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter other data, of another shape maybe; the object stays.
+
+    While any graph is alive (a loss that the user has kept, predictions in a metric), torch goes on with the node that
+    accumulates the gradient and expects the shape it was made for. Another dtype makes it forget that node (2.13:
+    ``set_data``).
+    """
+    other = torch.float32 if data.dtype != torch.float32 else torch.float64
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def _stretches(units: Sequence[int]) -> Iterator[tuple[int, int]]:

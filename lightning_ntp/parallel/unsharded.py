@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_ntp.parallel.registry import ShardedModel
+from lightning_ntp.parallel.registry import ShardedModel, replace_data
 from lightning_ntp.plan import LayoutFamily
 
 
@@ -27,14 +26,14 @@ def unsharded(model: ShardedModel, whole: Mapping[Tensor, Tensor]) -> Iterator[N
     try:
         _clear_gradients(model)
         for parameter in shards:
-            _replace(parameter, whole[parameter])
+            replace_data(parameter, whole[parameter])
         place.update(LayoutFamily(1), 1, 0, None)
         model.relayout()
         yield
     finally:
         _clear_gradients(model)
         for parameter, shard in shards.items():
-            _replace(parameter, shard)
+            replace_data(parameter, shard)
         place.update(family, degree, index, group)
         model.relayout()
 
@@ -42,11 +41,3 @@ def unsharded(model: ShardedModel, whole: Mapping[Tensor, Tensor]) -> Iterator[N
 def _clear_gradients(model: ShardedModel) -> None:
     for entry in model:
         entry.parameter.grad = None
-
-
-def _replace(parameter: nn.Parameter, data: Tensor) -> None:
-    # While any graph is alive (a loss that the user has kept), torch goes on with the node that accumulates the
-    # gradient and expects the shape it was made for. Another dtype makes it forget that node (2.13: `set_data`).
-    other = torch.float32 if data.dtype != torch.float32 else torch.float64
-    parameter.data = data.new_empty(0, dtype=other)
-    parameter.data = data

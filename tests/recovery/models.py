@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanAbsoluteError, MeanMetric
 
 from tests.models import Attention, GeluMLP, GPTConfig
 
@@ -134,3 +134,17 @@ class Half(Automatic):
     @staticmethod
     def plugins() -> list[Any]:
         return [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2))]
+
+
+class Keeps(Automatic):
+    """Keeps graphs alive from one step to the next: its loss, and undetached predictions in a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanAbsoluteError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.last = output["loss"]
+        self.log("error", self.error(self.net(batch[0]), batch[1]), on_step=True, on_epoch=True)
+        return output

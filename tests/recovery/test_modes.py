@@ -27,3 +27,8 @@ _BOUNDS = {"bf16-mixed": 10 * 2**-8, "16-mixed": 10 * 2**-11}
 def test_a_loss_in_every_mode(world: Worlds, mode: str, phase: str, tmp_path: Path) -> None:
     job = Job((2, 2), ((0, 2, phase),), **MODES[mode])
     survives(world, job, tmp_path, (1, 2), bound=_BOUNDS.get(mode, EXACT))
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_graph_that_is_kept_from_step_to_step(world: Worlds, slot: int, tmp_path: Path) -> None:
+    survives(world, Job((2, 2), ((slot, 2, "backward"),), module="Keeps"), tmp_path, (1, 2) if slot == 1 else (2, 1))
