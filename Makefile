@@ -16,7 +16,7 @@ help:
 	@echo "make install  the package with everything for development, into $(VENV)"
 	@echo "make demo     trains a small GPT on CPU at degrees (4, 3), kills a rank half-way; about two minutes"
 	@echo "make test     every test, or those in TESTS=path"
-	@echo "make chaos    kills ranks in every slot at every point, and the like: about twenty minutes"
+	@echo "make chaos    every slot at every point, long worlds and the like: the better part of an hour"
 	@echo "make lint     ruff, formatting, types"
 	@echo "make format   lets ruff repair what it can"
 	@echo "make bench    every benchmark"

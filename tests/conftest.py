@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: compares training in a world with a dense single-process run")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
     config.addinivalue_line("markers", "leaky: exempt from the leak checks (give the reason beside it)")
-    config.addinivalue_line("markers", "chaos: every slot at every point and the like; runs by `make chaos` only")
+    config.addinivalue_line("markers", "chaos: every slot at every point, long worlds; runs by `make chaos` only")
     mark_session()
 
 
