@@ -24,6 +24,7 @@ from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
 from lightning_ntp.launch.ending import Ending
 from lightning_ntp.launch.environment import RankIdentity
 from lightning_ntp.launch.heartbeat import Heartbeat
+from lightning_ntp.launch.hosting import host_store
 from lightning_ntp.launch.outcome import Failure, Outcome, RanksFailedError, exit_code, failure_of, find_cause
 from lightning_ntp.launch.program import Program
 from lightning_ntp.launch.relay import SignalRelay
@@ -164,9 +165,7 @@ class Supervisor:
             server.channel.send({"do": "start", "slot": slot, "environment": environment, "arguments": arguments})
 
     def _host_store(self) -> str:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = host_store()
         return f"127.0.0.1:{self.store.port}"
 
     def _base_environment(self) -> dict[str, str]:

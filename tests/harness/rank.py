@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lightning_ntp.launch.hosting import host_store
 from tests.harness.wire import receive, send
 
 DUMP_SIGNAL = signal.SIGRTMIN + 3
@@ -30,15 +31,13 @@ _KEPT_STORES = 3
 def serve_store(sock: socket.socket, directory: str) -> None:
     """Host a new TCPStore per request and answer with its port, until pytest is gone."""
     _redirect(directory)
-    from torch.distributed import TCPStore
-
     stores: list[Any] = []
     while True:
         try:
             receive(sock)
         except EOFError:
             return
-        stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)))
+        stores.append(host_store(timedelta(seconds=60)))
         # An old run's background thread may still be about to leave: do not pull the store from under it.
         del stores[:-_KEPT_STORES]
         send(sock, stores[-1].port)
