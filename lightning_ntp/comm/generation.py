@@ -29,9 +29,19 @@ _PLUGIN = "ntp"
 _NAMES_PER_GENERATION = 1000
 
 
-def group_slots(topology: Topology) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """All groups of more than one member: (attribute of the generation, unique name, slots in order of their ranks)."""
+COPIES = "copies"
+
+
+def group_slots(topology: Topology, copies: bool = False) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """All groups of more than one member: (attribute of the generation, unique name, slots in order of their ranks).
+
+    Args:
+        topology: The live members.
+        copies: Whether neighbours keep copies of each other's shards.
+    """
     yield "world", "world", topology.slots
+    if copies:
+        yield COPIES, COPIES, topology.slots
     for replica in topology.live_replicas:
         slots = topology.tensor_parallel_slots(replica)
         if len(slots) > 1:
@@ -56,6 +66,7 @@ class Generation:
         timeout: For every collective of the groups.
         device: This rank's device.
         changed: Notified when the membership changes.
+        with_copies: Whether neighbours keep copies of each other's shards, which takes a group of its own.
 
     Attributes:
         world: All members.
@@ -63,12 +74,14 @@ class Generation:
         sync_tensor_parallel: The same members, for gradient sync, which runs beside the backward pass.
         sync_data_parallel: The members of equal index in all replicas, for gradient sync; None if this index is
             no sync index or there is one replica.
+        copies: All members, for what goes from host memory to host memory beside the training; None if nothing does.
     """
 
     world: dist.ProcessGroup
     tensor_parallel: dist.ProcessGroup | None = None
     sync_tensor_parallel: dist.ProcessGroup | None = None
     sync_data_parallel: dist.ProcessGroup | None = None
+    copies: dist.ProcessGroup | None = None
 
     def __init__(
         self,
@@ -81,6 +94,7 @@ class Generation:
         timeout: timedelta,
         device: torch.device,
         changed: threading.Condition,
+        with_copies: bool = False,
     ) -> None:
         self.name, self.number = name, life.number
         self.topology, self.slot, self.life, self.device = topology, slot, life, device
@@ -88,6 +102,7 @@ class Generation:
         self.replica, self.index = topology.place(slot)
         self.degree = topology.degrees[self.replica]
         self._guard, self._backend, self._timeout, self._changed = guard, backend, timeout, changed
+        self._with_copies = with_copies
         self._client: TCPStore | None = None
         self._store: Store | None = None
         self._groups: dict[str, InterruptibleGroup] = {}
@@ -118,7 +133,7 @@ class Generation:
         self._client = self._guard.borrow()
         store = PrefixStore(f"generation/{self.name}", self._client)
         progress.current().enter_groups(blind=not is_sliced(self._backend))
-        for attribute, name, slots in group_slots(self.topology):
+        for attribute, name, slots in group_slots(self.topology, self._with_copies):
             if self.slot in slots:
                 group = self._wrap(self._build(name, store, slots), attribute, name)
                 self._groups[name] = group
@@ -152,7 +167,7 @@ class Generation:
             _call_it(world, self._backend)
             # All ranks register all groups in one order, also those they are no member of, so that they agree on the
             # names of groups which the user makes: torch counts them.
-            for _, name, slots in group_slots(self.topology):
+            for _, name, slots in group_slots(self.topology, self._with_copies):
                 if name != "world":
                     ranks = [self.topology.rank(slot) for slot in slots]
                     self._offered = self._groups.get(name)
@@ -187,10 +202,14 @@ class Generation:
 
     def _build(self, name: str, store: Store, slots: Sequence[int]) -> dist.ProcessGroup:
         ranks = [self.topology.rank(slot) for slot in slots]
-        return build_group(self._backend, name, store, ranks, self.rank, self._timeout, self.device)
+        device = torch.device("cpu") if name == COPIES else self.device
+        return build_group(self._backend_of(name), name, store, ranks, self.rank, self._timeout, device)
+
+    def _backend_of(self, name: str) -> str:
+        return "gloo" if name == COPIES else self._backend
 
     def _wrap(self, group: dist.ProcessGroup, description: str, name: str) -> InterruptibleGroup:
-        wrapped = InterruptibleGroup(group, self.life, description, is_sliced(self._backend))
+        wrapped = InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)))
         wrapped.mark = progress.current().group(f"{self.name}/{name}")
         return wrapped
 

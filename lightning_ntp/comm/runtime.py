@@ -76,7 +76,9 @@ class Runtime:
         backend: str,
         timeout: timedelta,
         device: torch.device,
+        with_copies: bool = False,
     ) -> None:
+        self.with_copies = with_copies
         self.slot, self.uid, self.backend, self.timeout, self.device = slot, uid, backend, timeout, device
         self.launched = topology
         self._pid = os.getpid()
@@ -108,9 +110,10 @@ class Runtime:
         """Whether the current generation is over: nothing collective works until :meth:`recover`. Costs nothing."""
         return self.generation.life.interrupted
 
-    def serves(self, topology: Topology, backend: str, device: torch.device) -> bool:
+    def serves(self, topology: Topology, backend: str, device: torch.device, with_copies: bool) -> bool:
         """Whether this is the runtime of a job that was launched so."""
-        return self.launched == topology and self.backend == backend and self.device == device
+        same = self.launched == topology and self.backend == backend and self.device == device
+        return same and self.with_copies == with_copies
 
     def change(self, topology: Topology) -> None:
         """Enter a generation of other degrees, with the same slots. Collective over its members.
@@ -216,6 +219,7 @@ class Runtime:
             self.timeout,
             self.device,
             membership.changed,
+            self.with_copies,
         )
 
         def connect() -> Generation:
@@ -280,6 +284,7 @@ def start(
     timeout: timedelta,
     device: torch.device,
     uid: str | None = None,
+    with_copies: bool = False,
 ) -> Runtime:
     """Start the runtime, or return the one that serves already. Collective over all slots of ``topology``.
 
@@ -291,15 +296,17 @@ def start(
         timeout: For every collective and for reaching the store.
         device: This rank's device.
         uid: This process's unique id; from the environment by default.
+        with_copies: Whether generations have a group for neighbours' copies.
 
     Raises:
         RuntimeError: If process groups exist that were not made here.
         torch.distributed.DistNetworkError: If the store cannot be reached in time.
     """
     global _current
-    if _current is not None and _current.serves(topology, backend, device):
+    if _current is not None and _current.serves(topology, backend, device, with_copies):
         return _current
     if _current is not None:
+        _current.with_copies = with_copies
         _current.change(topology)
         return _current
     if dist.is_initialized():
@@ -310,7 +317,7 @@ def start(
     job_dir = os.environ.get(JOB_DIR)
     progress.start(slot, Path(job_dir) if job_dir else None)
     uid = uid or os.environ.get(UID) or uuid.uuid4().hex
-    _current = Runtime(store, slot, uid, topology, backend, timeout, device)
+    _current = Runtime(store, slot, uid, topology, backend, timeout, device, with_copies)
     # Runs at the interpreter's exit, and also where a forked rank leaves without that (atexit does not).
     Finalize(None, shutdown, exitpriority=100)
     return _current

@@ -104,6 +104,7 @@ class EventLog:
             bytes=change.moved_bytes,
             sources=list(change.sources),
             seconds={key: round(seconds, 6) for key, seconds in _in_order(change.seconds).items()},
+            gone_back=change.gone_back,
         )
 
     def _append(self, line: bytes) -> None:
@@ -159,6 +160,9 @@ def describe(change: Change) -> str:
     first = change.after.slots[0]
     if first != change.before.slots[0]:
         lines.append(f"slot {first} is rank 0 now")
+    if change.gone_back:
+        steps = f"{change.gone_back} step{'s' if change.gone_back != 1 else ''}"
+        lines.append(f"no replica holds all of it: back {steps} to the neighbours' copies, which are done again")
     # `step` counts committed steps, so the one that goes on has that number counted from 0
     lines.append(f"step {change.step} goes on")
     return "; ".join(lines)

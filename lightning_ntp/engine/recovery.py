@@ -17,7 +17,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_ntp.comm import Interrupted, JobLost, Recovery, Resharding, Runtime, ShardedState
+from lightning_ntp.comm import (
+    Interrupted,
+    JobLost,
+    NeighbourCopies,
+    Recovery,
+    Resharding,
+    Restoring,
+    Runtime,
+    ShardedState,
+)
 from lightning_ntp.engine.consistency import all_equal
 from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
@@ -44,6 +53,7 @@ class Change:
         moved_bytes: Bytes of parameters and states that went over the wire, over all ranks.
         sources: The slots that sent them.
         seconds: How long each phase took on this rank: agree, rebuild, reshard.
+        gone_back: How many steps the job went back, to the neighbours' copies: they are done again now.
     """
 
     before: Topology
@@ -53,6 +63,7 @@ class Change:
     moved_bytes: int
     sources: tuple[int, ...]
     seconds: dict[str, float] = field(default_factory=dict)
+    gone_back: int = 0
 
 
 class Released(Exception):
@@ -91,8 +102,12 @@ class RecoveryEngine:
         self._layout = runtime.generation.topology
         self._rounds = 0
         self._installed = 0
-        self._staged: tuple[int, Resharding] | None = None
+        self._staged: tuple[int, Resharding | Restoring] | None = None
+        self.copies: NeighbourCopies | None = None
+        """What neighbours keep of each other's shards: the way back when a unit has no holder left."""
         self._pending: Recovery | None = None
+        self._own: Mapping[str, Any] = {}
+        """What this rank has brought to the last change."""
         self._lost: tuple[int, ...] = ()
         self.records: Mapping[int, Mapping[str, Any]] = {}
         self._retries: tuple[int, int] = (-1, 0)
@@ -109,6 +124,7 @@ class RecoveryEngine:
             states: Gives the per-parameter states that move with the parameters.
         """
         self._model, self._states, self.committed, self.ready = model, states, 0, False
+        self.copies = None
         self._attached += 1
         self._catch_up = None
 
@@ -149,7 +165,7 @@ class RecoveryEngine:
             JobLost: If the job cannot go on, on all survivors.
         """
         self._pending = recovery = self._recover()
-        behind = self.committed < max(int(r["committed"]) for r in recovery.records.values())
+        behind = self._will_stand_at(self._own) < max(map(self._will_stand_at, recovery.records.values()))
         if behind and not self.ready:
             raise RuntimeError(
                 f"slot {self._runtime.slot} is at step {self.committed} and others have committed more, but it had not"
@@ -159,6 +175,9 @@ class RecoveryEngine:
 
     def complete(self) -> None:
         """Move the shards, when parameters and states hold the values after :attr:`committed` steps.
+
+        If a unit has no holder left but neighbours have copies of everything, all go back to those, and
+        :attr:`committed` is less than before: the caller does the steps in between again.
 
         Raises:
             JobLost: If a unit has no holder left or a rank lacks the memory, on all survivors.
@@ -175,36 +194,50 @@ class RecoveryEngine:
         while recovery is not None and not self.over:
             self._follow(recovery)
             self._settle(recovery)
-            decision = self._decide(recovery)
+            decision, way_back = self._decide(recovery)
             try:
-                self._reshard(recovery)
+                self._reshard(recovery, way_back)
                 recovery = None
             except Interrupted:
                 recovery = self._recover()
         if decision is not None and not decision.goes_on:
             raise PolicyForbids(str(decision))
 
-    def _decide(self, recovery: Recovery) -> Decision | None:
-        """What the policy says of this loss; the same on all survivors."""
+    def _decide(self, recovery: Recovery) -> tuple[Decision | None, Restoring | None]:
+        """What the policy says of this loss, and the way back if one must be gone; the same on all survivors."""
         lost = [slot for slot in self._layout.slots if slot not in recovery.after.slots]
         if not lost:
-            return None
+            return None, None
         times = [d.at for d in recovery.departures if d.slot in lost and d.kind == "dead"]
         failures = [*self._failures, max(times)] if times else self._failures
         # before a model is cut everybody has all of it
         shardings = [entry.sharding for entry in self._model or ()]
-        decision = decide(self._layout, lost, self.policy, failures, shardings)
+        decision, way_back = decide(self._layout, lost, self.policy, failures, shardings), None
         if decision.action is Action.END:
-            raise JobLost(str(decision))
+            way_back = self._way_back(recovery, decision)
+            # everything has a copy, so nothing is asked of the shardings
+            decision = decide(self._layout, lost, self.policy, failures, ())
         if self._runtime.slot in decision.released:
             raise Released(str(decision))
         # if others are released, their leaving interrupts the next collective, and the survivors decide again
         if not decision.released:
             self._failures = list(failures)
-        return decision
+        return decision, way_back
+
+    def _way_back(self, recovery: Recovery, decision: Decision) -> Restoring:
+        """To the neighbours' copies."""
+        if self.copies is None:
+            raise JobLost(str(decision))
+        found = self.copies.choose(recovery.records, recovery.after)
+        if isinstance(found, str):
+            raise JobLost(f"{decision} ({found})")
+        return found
 
     def _recover(self) -> Recovery:
-        recovery = self._runtime.recover(self._record())
+        if self.copies is not None:
+            self.copies.abandon()  # before the process groups are let go
+        self._own = self._record()
+        recovery = self._runtime.recover(self._own)
         self.records = recovery.records
         self.over = any(departure.kind == "left" and not departure.reason for departure in recovery.departures)
         self._lost += tuple(s for s in recovery.lost if s not in self._lost)
@@ -235,8 +268,19 @@ class RecoveryEngine:
             "ready": self.ready,
             "installed": self._installed,
             "staged": self._staged[0] if self._staged is not None else 0,
+            "staged_step": self._stands_at(self._staged[1]) if self._staged is not None else 0,
             "attached": self._attached,
+            **({"copies": self.copies.record()} if self.copies is not None else {}),
         }
+
+    def _stands_at(self, resharding: Resharding | Restoring) -> int:
+        """The committed steps once this is installed."""
+        return resharding.step if isinstance(resharding, Restoring) else self.committed
+
+    def _will_stand_at(self, record: Mapping[str, Any]) -> int:
+        """The committed steps of a survivor once it has installed what another one has installed already."""
+        installed = max(int(r["installed"]) for r in self.records.values())
+        return int(record["staged_step"] if 0 < int(record["staged"]) <= installed else record["committed"])
 
     def _follow(self, recovery: Recovery) -> None:
         """Others have attached a model already: so must this rank."""
@@ -249,15 +293,15 @@ class RecoveryEngine:
         if staged is not None and any(int(r["installed"]) >= staged[0] for r in recovery.records.values()):
             self._install(*staged)
 
-    def _reshard(self, recovery: Recovery) -> None:
+    def _reshard(self, recovery: Recovery, way_back: Restoring | None) -> None:
         generation, before = self._runtime.generation, self._layout
-        started = time.monotonic()
+        started, steps = time.monotonic(), self.committed
         if self._model is None:
             self._layout = recovery.after
             self._tell(before, recovery, 0, (), started)
             return
         try:
-            resharding = Resharding(self._model, self._states(), before, recovery.after)
+            resharding = way_back or Resharding(self._model, self._states(), before, recovery.after)
         except TopologyError as error:
             raise JobLost(str(error)) from None
         moved, sources = resharding.bytes_moved(), resharding.sources()
@@ -271,18 +315,30 @@ class RecoveryEngine:
         self._staged = None
         self._install(self._rounds, resharding)
         self.ready = False
-        self._tell(before, recovery, moved, sources, started)
+        if self.copies is not None:
+            self.copies.changed(self.committed, recovery.records)
+        self._tell(before, recovery, moved, sources, started, steps - self.committed)
 
-    def _tell(self, before: Topology, recovery: Recovery, moved: int, sources: tuple[int, ...], started: float) -> None:
+    def _tell(
+        self,
+        before: Topology,
+        recovery: Recovery,
+        moved: int,
+        sources: tuple[int, ...],
+        started: float,
+        gone_back: int = 0,
+    ) -> None:
         lost, self._lost = self._lost, ()
         seconds = {**recovery.seconds, "reshard": time.monotonic() - started}
-        self._on_change(Change(before, recovery.after, lost, self.committed, moved, sources, seconds))
+        self._on_change(Change(before, recovery.after, lost, self.committed, moved, sources, seconds, gone_back))
 
-    def _install(self, number: int, resharding: Resharding) -> None:
+    def _install(self, number: int, resharding: Resharding | Restoring) -> None:
         resharding.install(self._runtime.slot, self._runtime.generation.tensor_parallel)
         self._installed, self._layout = number, resharding.after
+        if isinstance(resharding, Restoring):
+            self.committed = resharding.step
 
-    def _check_alike(self, resharding: Resharding) -> None:
+    def _check_alike(self, resharding: Resharding | Restoring) -> None:
         """Every survivor must be about to move the same tensors: else they would wait for each other."""
         generation = self._runtime.generation
         if not all_equal(resharding.fingerprint(), generation.world, generation.device):
@@ -291,7 +347,7 @@ class RecoveryEngine:
                 " which they are made or loaded, while the trainer is being set up; start it again"
             )
 
-    def _check_memory(self, resharding: Resharding) -> None:
+    def _check_memory(self, resharding: Resharding | Restoring) -> None:
         """Fail before allocating, with the numbers and on all ranks, rather than in the middle on one."""
         generation = self._runtime.generation
         device = generation.device

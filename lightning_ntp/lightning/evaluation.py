@@ -105,6 +105,11 @@ class Evaluation:
         while self._undo:
             self._undo.pop()()
 
+    @property
+    def running(self) -> EvaluationLoop | None:
+        """The loop that is running."""
+        return self._loop
+
     def record(self) -> dict[str, Any]:
         """What other survivors must know."""
         return {"loops": self.begun, "looping": self._loop is not None, "passed": self._passed, "inside": self._inside}

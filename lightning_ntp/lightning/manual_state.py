@@ -14,6 +14,29 @@ from lightning_ntp.lightning import private
 from lightning_ntp.lightning.registered_state import RegisteredState, RegisteredStateCopy
 
 
+class OptimizerSettings:
+    """The options of all parameter groups (learning rates and the like) and the schedulers.
+
+    Args:
+        optimizers: The optimizers.
+        schedulers: Their learning-rate schedulers.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], schedulers: Iterable[Any]) -> None:
+        self._options = [(o, [_options(group) for group in o.param_groups]) for o in optimizers]
+        self._schedulers = [_attributes(scheduler) for scheduler in schedulers]
+
+    def restore(self) -> None:
+        """Put them back. May be called any number of times."""
+        for optimizer, groups in self._options:
+            # groups that were added since stay as they are
+            for group, options in zip(optimizer.param_groups, groups, strict=False):
+                group.update(_options(options))
+        for scheduler_parts in self._schedulers:
+            for scheduler, attributes in scheduler_parts:
+                scheduler.__dict__.update({k: _clone(v) for k, v in attributes.items()})
+
+
 class ManualState:
     """The state before a training step. Parameters and state of an optimizer are copied before its first update only.
 
@@ -37,8 +60,7 @@ class ManualState:
         self._registered_copy: RegisteredStateCopy | None = None
         self._requires_grad = [(p, p.requires_grad) for p in parameters]
         self._toggled = private.remember_toggled(module)
-        self._options = [(o, [_options(group) for group in o.param_groups]) for o in optimizers]
-        self._schedulers = [_attributes(scheduler) for scheduler in schedulers]
+        self._settings = OptimizerSettings(optimizers, schedulers)
         self._updated: dict[Optimizer, _OptimizerCopy] = {}
 
     def before_update(self, optimizer: Optimizer) -> None:
@@ -56,12 +78,7 @@ class ManualState:
         if self._registered_copy is not None:
             self._registered_copy.restore()
             self._registered_copy = None
-        for optimizer, groups in self._options:
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(_options(options))
-        for scheduler_parts in self._schedulers:
-            for scheduler, attributes in scheduler_parts:
-                scheduler.__dict__.update(attributes)
+        self._settings.restore()
         for parameter, flag in self._requires_grad:
             parameter.requires_grad = flag
         self._toggled()

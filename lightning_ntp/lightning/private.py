@@ -23,6 +23,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import RunningStage
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 
@@ -184,6 +185,48 @@ def remember_batch(trainer: Trainer) -> Callable[[], None]:
         module._current_fx_name = name
 
     return restore
+
+
+def remember_loops(trainer: Trainer) -> Callable[[], None]:
+    """Where the loops of a fit are: what ``global_step``, ``current_epoch`` and the like are told by (2.6.6).
+
+    The epochs of the samplers too, for whoever asks which samples a batch had: running iterators have drawn theirs.
+    """
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    optimizers, manual = loop.automatic_optimization.optim_progress.optimizer, loop.manual_optimization
+    trackers = [fit.epoch_progress, loop.batch_progress, loop.scheduler_progress, manual.optim_step_progress]
+    counters = _remember_counters(
+        loop.batch_progress,
+        *(part for tracker in [*trackers, optimizers.step, optimizers.zero_grad] for part in _parts(tracker)),
+    )
+    stepped, name = loop._batches_that_stepped, trainer.lightning_module._current_fx_name
+    loaders = fit._combined_loader.flattened if fit._combined_loader is not None else []
+    samplers: list[Any] = [getattr(loader, "sampler", None) for loader in loaders]
+    epochs = [(s, s.epoch) for s in samplers if hasattr(s, "set_epoch") and hasattr(s, "epoch")]
+
+    def restore() -> None:
+        counters()
+        loop._batches_that_stepped = stepped
+        trainer.lightning_module._current_fx_name = name
+        for sampler, epoch in epochs:
+            sampler.set_epoch(epoch)
+
+    return restore
+
+
+def _parts(tracker: Any) -> tuple[Any, Any]:
+    return tracker.total, tracker.current
+
+
+def enter_training_stage(trainer: Trainer) -> Callable[[], None]:
+    """From now on what is logged goes to the training loop; the result goes back. 2.6.6: told by the state's stage."""
+    before = trainer.state.stage
+    trainer.state.stage = RunningStage.TRAINING
+
+    def back() -> None:
+        trainer.state.stage = before
+
+    return back
 
 
 def remember_scaler(plugin: Precision) -> Callable[[], None]:

@@ -40,6 +40,10 @@ class Snapshot:
             self._attributes()
         self.restore_around(())
 
+    def restore_attributes(self) -> None:
+        """Put back the module's plain attributes alone."""
+        self._attributes()
+
     def restore_around(self, buffers: Iterable[BufferSlot]) -> None:
         """Put everything back, but only these buffers: a resharding may have given the others new values."""
         with torch.inference_mode(False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import zlib
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,16 @@ from lightning_ntp.lightning import private
 
 _SILENT = -(2**62)
 """Smaller than any checksum and its negative."""
+
+
+class Riders(Protocol):
+    """Something that ranks agree on in the vote of a step, by the largest of their numbers."""
+
+    def ballot(self) -> tuple[int, ...]:
+        """What this rank says; equally many numbers on all ranks."""
+
+    def counted(self, votes: tuple[int, ...]) -> None:
+        """What was said."""
 
 
 class StopTogether:
@@ -38,6 +48,8 @@ class StopTogether:
         self._generation, self._leave = generation, leave
         self._request = StopRequest()
         self._told = 0
+        self.riders: Riders | None = None
+        """Whoever else has something to say in the vote of a step."""
 
     def install(self, trainer: Trainer) -> None:
         """Take the signals over, and Lightning's own handling of them."""
@@ -52,13 +64,16 @@ class StopTogether:
         """The last collective of a step: who returns from it knows that all ranks have complete gradients."""
         generation = self._generation()
         topology = generation.topology
+        riding = self.riders.ballot() if self.riders is not None else ()
         # one number for all, then two for each replica: the largest and the smallest checksum of its random states
-        ballot = torch.full((1 + 2 * len(topology.replicas),), _SILENT, dtype=torch.int64)
+        ballot = torch.full((1 + 2 * len(topology.replicas) + len(riding),), _SILENT, dtype=torch.int64)
         ballot[0] = self._own()
         if generation.degree > 1:
             checksum = _random_checksum(generation.device)
             ballot[1 + 2 * generation.replica] = checksum
             ballot[2 + 2 * generation.replica] = -checksum
+        if riding:
+            ballot[-len(riding) :] = torch.tensor(riding)
         ballot = ballot.to(generation.device)
         dist.all_reduce(ballot, op=dist.ReduceOp.MAX, group=generation.world)
         if generation.device.type == "cuda":
@@ -73,6 +88,8 @@ class StopTogether:
                     " were drawn on some ranks only, in a callback that acts on rank 0, say. Masks of dropout would"
                     " differ between tensor-parallel peers: draw from a torch.Generator of your own there"
                 )
+        if self.riders is not None:
+            self.riders.counted(tuple(checksums[len(checksums) - len(riding) :]))
 
     def stop_if_told(self, trainer: Trainer) -> None:
         """Before a training batch.

@@ -50,6 +50,7 @@ from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
+from lightning_ntp.lightning.redundancy import Redundancy
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
@@ -92,6 +93,10 @@ class NTPStrategy(ParallelStrategy):
             all copies of parameters are compared after the first two steps; an error says what is wrong. ``"auto"``:
             if the unsharded parameters and gradients take at most 512 MiB; with manual optimization only the copies.
             True: whatever the size. False: never.
+        redundancy: ``"neighbor"``: every rank's shards (parameters and optimizer state) are kept in the host memory of
+            a neighbour too, so that a single replica survives the loss of a rank, and several the loss of the same
+            index everywhere. The copies are renewed every k steps, k chosen so that they cost under 1 % of the steps;
+            after such a loss the parameters go back at most about k steps, which are done again. None: no copies.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -118,8 +123,11 @@ class NTPStrategy(ParallelStrategy):
         failure_window: float | timedelta | None = None,
         heartbeat: float | timedelta | None = DEFAULT_HEARTBEAT,
         verify: Literal["auto"] | bool = "auto",
+        redundancy: Literal["neighbor"] | None = None,
     ) -> None:
         super().__init__()
+        if redundancy not in (None, "neighbor"):
+            raise ValueError(f"redundancy={redundancy!r} is neither None nor 'neighbor'")
         if not (isinstance(verify, bool) or verify == "auto"):
             raise ValueError(f"verify={verify!r} is none of 'auto', True, False")
         if start_method not in ("popen", "spawn", "fork"):
@@ -166,6 +174,8 @@ class NTPStrategy(ParallelStrategy):
         self.fault_points: list[Callable[[str], None]] = []
         """Called with "sync" and "vote" inside of a step, for fault injection."""
         self._survival: Survival | None = None
+        self._with_copies = redundancy == "neighbor"
+        self._redundancy: Redundancy | None = None
         # methods rather than lambdas: the strategy is pickled for spawned ranks
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
         self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
@@ -325,6 +335,7 @@ class NTPStrategy(ParallelStrategy):
             self._process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo"),
             self._timeout,
             self.root_device,
+            with_copies=self._with_copies,
         )
         self.set_world_ranks()
         assert self.lightning_module is not None
@@ -371,6 +382,8 @@ class NTPStrategy(ParallelStrategy):
         private.patch_found_inf(self.precision_plugin, self._agree_on_overflow)
         self._batches.reset()
         self._set_up_recovery(trainer, fits)
+        if self._with_copies:
+            self._set_up_redundancy(fits)
         # once more: `prepare_data` and loggers run on some ranks only, and may have drawn numbers
         self._share_random_state()
         self._stop.install(trainer)
@@ -404,6 +417,23 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
+
+    def _set_up_redundancy(self, fits: bool) -> None:
+        """From now on neighbours keep copies of each other's shards."""
+        assert self.sharded is not None and self._survival is not None
+        redundancy = self._redundancy = Redundancy(
+            self.sharded, self._all_states, self._get_generation, self._collectives.together, self.num_processes
+        )
+        redundancy.check_memory(self.optimizers if fits else [])
+        self._survival.engine.copies = redundancy.copies
+        if self._survival.transaction is not None:
+            redundancy.keep_history(self._survival.transaction)
+        self._stop.riders = redundancy
+        redundancy.copy_now(0)
+
+    def _all_states(self) -> list[ShardedState]:
+        """What neighbours keep copies of, besides the parameters."""
+        return [*(optimizer.state for optimizer in self.optimizers), *self._whole.registered]
 
     def _states(self) -> list[ShardedState]:
         """What moves with the parameters."""
@@ -513,8 +543,13 @@ class NTPStrategy(ParallelStrategy):
         rank_zero_info(
             f"ntp: degrees {degrees}, {'a replica' if replicas == 1 else 'replicas'} over {sum(degrees)} devices; a"
             f" global batch is {replicas} x batch_size"
-            + ("; with one replica nothing has a second copy, so the loss of a rank ends the job" * (replicas == 1))
+            + (
+                "; with one replica nothing has a second copy, so the loss of a rank ends the job"
+                " (redundancy='neighbor' keeps one)" * (replicas == 1 and not self._with_copies)
+            )
         )
+        if self._redundancy is not None:
+            self._redundancy.copy_now(0)  # with what a checkpoint or a hook has loaded meanwhile
         progress.current().back_to(Tag.BETWEEN)
 
     # ---- the step ---------------------------------------------------------------------------------------------
@@ -555,6 +590,9 @@ class NTPStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._compare_copies()
+        if self._redundancy is not None:
+            assert self._survival is not None
+            self._redundancy.copy_now(self._survival.committed)
 
     def _compare_copies(self) -> None:
         """After the first steps: all copies must have the same bits. Collective over all members then."""
@@ -842,6 +880,7 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
+        self._stop.riders = None
         if self._survival is not None:
             if self._is_done():
                 # nobody leaves while others may still need what it holds

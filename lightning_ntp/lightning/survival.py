@@ -160,6 +160,8 @@ class Survival:
         self.engine.ready = ready
 
     def agree(self, error: Interrupted) -> engine.Outcome:
+        if self.transaction is not None and self.transaction.history is not None:
+            self.transaction.history.note_changing()
         outcome: engine.Outcome = self._or_leave(lambda: self.engine.agree(error))
         self._forwards = outcome is engine.Outcome.FORWARD
         return outcome
@@ -170,9 +172,35 @@ class Survival:
         Raises:
             RestartLoop: If the running evaluation loop must begin again.
         """
-        self._or_leave(self.engine.complete)
-        if self.evaluation is not None:
+        self._or_leave(self._complete)
+        redoing = self.transaction is not None and self.transaction.redoing
+        if self.evaluation is not None and not redoing:
             self.evaluation.check_whole()
+
+    def _complete(self) -> None:
+        steps, forbidden = self.engine.committed, None
+        try:
+            self.engine.complete()
+        except engine.PolicyForbids as error:
+            forbidden = error
+        if self.engine.committed < steps:
+            self._catch_up(steps)
+        if forbidden is not None:
+            raise forbidden
+
+    def _catch_up(self, steps: int) -> None:
+        """The job went back to the neighbours' copies: do the steps since then again."""
+        assert self.transaction is not None and self._trainer is not None
+        first, began = self.engine.committed, time.monotonic()
+        self.transaction.catch_up(steps, self.evaluation.running if self.evaluation is not None else None)
+        seconds = time.monotonic() - began
+        self._write("caught_up", step=steps, steps=steps - first, seconds=seconds)
+        if self._trainer.is_global_zero:
+            log.warning(
+                "step%s done again in %.1f s; the job goes on where it was",
+                f" {first} was" if steps == first + 1 else f"s {first} to {steps - 1} were",
+                seconds,
+            )
 
     @property
     def records(self) -> Mapping[int, Mapping[str, Any]]:

@@ -20,9 +20,12 @@ from torch.optim import Optimizer
 
 from lightning_ntp.comm.interruption import Interrupted
 from lightning_ntp.engine.recovery import Outcome
+from lightning_ntp.launch import progress
+from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.attempts import Failure, Unwind, attempt
 from lightning_ntp.lightning.deferred_rows import DeferredRows
+from lightning_ntp.lightning.history import History, Past
 from lightning_ntp.lightning.manual_state import ManualState
 from lightning_ntp.lightning.registered_state import RegisteredState
 from lightning_ntp.lightning.snapshot import Restore, Snapshot, SnapshotRecorder
@@ -93,6 +96,22 @@ class Transaction:
         """State per parameter that optimizer steps change, besides the optimizers' own."""
         self.replays = 0
         """How often a step was begun again."""
+        self.history: History | None = None
+        """The steps that may have to be done again, where neighbours keep copies."""
+        self.on_commit: Callable[[int], None] = lambda committed: None
+        """Called after every step, with the number of steps; not for steps that are done again."""
+        self.lose_way: Callable[[str], None] = lambda why: None
+        """Called when the steps so far cannot be done again."""
+        self.redoing = False
+        """Whether steps are done again that were committed before."""
+
+    def keep_history(self, oldest: Callable[[], int | None]) -> None:
+        """Keep committed steps from now on, as far as a copy needs them.
+
+        Args:
+            oldest: The step of the oldest copy; None if there is none.
+        """
+        self.history = History(self._trainer, self._recorder, oldest)
 
     @property
     def open(self) -> bool:
@@ -189,7 +208,7 @@ class Transaction:
             return run()
         snapshot = self._recorder.take()  # first: it knows the parameters
         entry = Entry(None, snapshot, self._trainer.fit_loop.batch_idx)
-        window = self._window = Window([entry], manual=self._manual_state())
+        window = self._window = self._begin(Window([entry], manual=self._manual_state()))
 
         def once() -> T:
             self._swallowed = None
@@ -200,6 +219,7 @@ class Transaction:
             self._cast()
             return output
 
+        window.run = once
         output = self._until_done(window, once, 0)
         if self._forward:
             output = recursive_detach(output)
@@ -229,6 +249,7 @@ class Transaction:
             if self._window is not window:
                 raise failure.error  # after the commit
 
+        window.run = once
         self._until_done(window, once, before, may_replay)
         if self._window is window:
             self._commit()
@@ -262,9 +283,17 @@ class Transaction:
     def _window_of(self, closure: ReplayClosure) -> Window:
         window = self._window
         if window is None or (closure.opens_window and closure not in window.closures):
-            window = self._window = Window()
+            window = self._window = self._begin(Window())
         if closure not in window.closures:
             window.closures.append(closure)
+        return window
+
+    def _begin(self, window: Window) -> Window:
+        """A step begins."""
+        if self.history is not None:
+            why = self.history.begin()
+            if why:
+                self.lose_way(why)
         return window
 
     def _at_vote(self) -> None:
@@ -389,9 +418,78 @@ class Transaction:
         self._recovery.ready = self._forward = False
         self._window = None
         self._recorder.committed()
-        self._rows.write()
-        if forward:
-            for closure in window.closures:
-                closure.let_go_of_graph()
+        if self.redoing:
             del window
+        else:
+            self._rows.write()
+            if self.history is not None:
+                self.history.commit(window, window.run, self._recovery.committed)
+                self.history.settle()
+            if forward:
+                for closure in window.closures:
+                    closure.let_go_of_graph()
+            del window
+        if forward:
             self._recovery.complete()
+        elif not self.redoing:
+            self.on_commit(self._recovery.committed)
+
+    # ---- doing steps again ------------------------------------------------------------------------------------
+
+    def catch_up(self, steps: int, evaluating: private.EvaluationLoop | None = None) -> None:
+        """Do the steps again from ``committed`` up to ``steps``: parameters went back, nothing else did.
+
+        Another loss on the way may take parameters back once more; then it begins again.
+
+        Args:
+            steps: The steps that were committed before.
+            evaluating: The evaluation loop that is running, if any.
+        """
+        assert self.history is not None
+        window, forward, self._forward = self._window, self._forward, False
+        redoing, in_update, self.redoing, self.in_update = self.redoing, self.in_update, True, False
+        ready, tag = self._recovery.ready, progress.current().tag
+        try:
+            with self.history.as_then(evaluating):
+                while self._recovery.committed < steps:
+                    self._redo(self.history.since(self._recovery.committed)[0])
+        finally:
+            self._window, self._forward, self.redoing, self.in_update = window, forward, redoing, in_update
+            self._recovery.ready = ready
+            progress.current().back_to(tag)
+        self.history.settle()
+
+    def _redo(self, past: Past) -> None:
+        window, manual = past.window, not self._trainer.lightning_module.automatic_optimization
+        results = [closure.result for closure in window.closures]
+        last = 0 if manual else len(window.entries) - 1
+
+        def run() -> None:
+            past.restore()
+            for position in range(last):
+                window.restore(position)
+                closure = window.entries[position].closure
+                assert closure is not None
+                closure.rerun()
+                window.position = position + 1
+            if manual:
+                window.restore(0)
+                window.manual = self._manual_state()
+            past.run()
+
+        def may_replay(failure: Failure) -> None:
+            if self._window is not window:
+                raise failure.error  # after the commit
+
+        progress.current().begin(Tag.STEP)
+        window.past, window.position, window.kept = True, 0, None
+        self._window = window
+        window.drop_gradients(self._recorder.parameters, self._optimized())
+        try:
+            self._until_done(window, run, 0, may_replay)
+            if self._window is window:
+                self._commit()
+        finally:
+            window.past = False
+            for closure, result in zip(window.closures, results, strict=True):
+                closure.result = result

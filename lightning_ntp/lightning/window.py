@@ -50,6 +50,15 @@ class ReplayClosure(Closure):
         """Let go of a result whose step will be replayed: its loss holds on to the graph."""
         self._result = None
 
+    @property
+    def result(self) -> Any:
+        """What Lightning has not asked for yet; None if it has, or if nothing ran."""
+        return self._result
+
+    @result.setter
+    def result(self, result: Any) -> None:
+        self._result = result
+
     def let_go_of_graph(self) -> None:
         """Keep the result but not its graph, which would know parameters by their old shapes."""
         if self._result is not None:
@@ -81,6 +90,10 @@ class Window:
     manual: ManualState | None = None
     changing: set[BufferSlot] = field(default_factory=set)
     """Buffers that this step changes."""
+    run: Callable[[], Any] | None = None
+    """Runs the last micro-batch and the update; in manual optimization the training step."""
+    past: bool = False
+    """Whether it was committed before, and is done again because the job went back."""
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Called before every backward."""
@@ -108,6 +121,8 @@ class Window:
                 entry.closure.forget()
         if self.manual is not None:
             self.manual.restore()
+        if self.past:
+            return  # its snapshots are of earlier layouts; each micro-batch puts back what it needs
         if self.entries:
             first = self.entries[0].snapshot
             self.changing |= first.buffers.changed()
@@ -117,4 +132,7 @@ class Window:
 
     def restore(self, position: int) -> None:
         """Put back the state from before one micro-batch, in whatever layout parameters have now."""
-        self.entries[position].snapshot.restore_around(self.changing)
+        snapshot = self.entries[position].snapshot
+        if self.past:
+            snapshot.restore_attributes()
+        snapshot.restore_around(self.changing)
