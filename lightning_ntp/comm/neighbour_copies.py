@@ -383,10 +383,13 @@ class Restoring:
         for number, state in enumerate(self._states):
             rest = self._source.rest[number]
             for turn, entry in self._entries.items():
-                if turn in rest:
-                    state[entry.parameter] = copy.deepcopy(rest[turn])
-                else:
+                if turn not in rest:
                     state.pop(entry.parameter, None)
+                    continue
+                # in place: others may hold these mappings
+                values = state.setdefault(entry.parameter, {})
+                values.clear()
+                values.update(copy.deepcopy(rest[turn]))
         for key, value in self._received.items():
             turn, number, name = key
             parameter = self._entries[turn].parameter

@@ -48,6 +48,7 @@ class Job:
         strategy: Settings of NTPStrategy.
         trainer: Settings of the Trainer.
         settings: Of the module.
+        copy_cost: What neighbours' copies may cost, as a share of the steps, if not what the package allows.
     """
 
     degrees: tuple[int, ...]
@@ -60,6 +61,7 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    copy_cost: float | None = None
 
     @property
     def samples(self) -> int:
@@ -161,7 +163,10 @@ def train(job: Job, directory: str) -> dict[str, Any]:
     """One rank's part."""
     from lightning_ntp import NTPStrategy
     from lightning_ntp.callbacks import FaultInjector
+    from lightning_ntp.comm import neighbour_copies
 
+    if job.copy_cost is not None:
+        neighbour_copies.COST = job.copy_cost
     points.install([death[1:] for death in job.deaths if death[0] == slot()])
     torch.manual_seed(3)
     module = _module(job.module)(**job.settings)

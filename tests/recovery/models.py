@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torchmetrics import MeanAbsoluteError, MeanMetric
 
+from tests.lightning.rigs import slot as own_slot
 from tests.models import Attention, GeluMLP, GPTConfig
 
 HIDDEN, CONTEXT = 6, 3
@@ -148,3 +151,93 @@ class Keeps(Automatic):
         self.last = output["loss"]
         self.log("error", self.error(self.net(batch[0]), batch[1]), on_step=True, on_epoch=True)
         return output
+
+
+class DiesAgain(Automatic):
+    """A slot dies when it does a step for the second time.
+
+    Args:
+        slot, step: Which slot, and in which step, counted from 0.
+        where: "forward", or "backward" once its gradients are synced.
+    """
+
+    def __init__(self, slot: int, step: int, where: str = "forward", **settings: Any) -> None:
+        super().__init__(**settings)
+        self._victim, self._fatal, self._where = slot, step, where
+        self._count = _Count()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self._count.steps.append(self.trainer.global_step)
+        if self._where == "forward":
+            self._die()
+        return super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self._where == "backward":
+            self._die()
+
+    def _die(self) -> None:
+        if own_slot() == self._victim and self._count.steps.count(self._fatal) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Count:
+    """Holds what no snapshot puts back."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+
+class Interferes(Automatic):
+    """Changes something between two steps.
+
+    Args:
+        kind: "clamped" (parameters) or "unfrozen" (one of them).
+        step: After this many steps.
+    """
+
+    def __init__(self, kind: str, step: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._kind, self._step = kind, step
+        if kind == "unfrozen":
+            self.net.head.bias.requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == self._step:
+            if self._kind == "unfrozen":
+                self.net.head.bias.requires_grad_(True)
+            else:
+                with torch.no_grad():
+                    for parameter in self.parameters():
+                        parameter.clamp_(-0.3, 0.3)
+
+
+class Averages(Automatic):
+    """Keeps a moving average of its parameters, changed after every update, and logs it."""
+
+    def on_fit_start(self) -> None:
+        self._averages: dict[Tensor, dict[str, Any]] = {p: {"mean": p.detach().clone()} for p in self.parameters()}
+        self.trainer.strategy.register_state(self._averages)
+        self.trainer.optimizers[0].register_step_post_hook(self._average)
+
+    @torch.no_grad()
+    def _average(self, *_: Any) -> None:
+        for parameter, state in self._averages.items():
+            state["mean"].mul_(0.8).add_(parameter, alpha=0.2)
+
+    def on_train_epoch_end(self) -> None:
+        bias = self._averages[self.net.head.bias]["mean"]
+        self.log("average", bias.sum())
+
+
+class NoRoom(Automatic):
+    """On a machine whose memory is used up."""
+
+    def on_fit_start(self) -> None:
+        raise AssertionError("copies that do not fit are refused before")
+
+    def configure_optimizers(self) -> Any:
+        from lightning_ntp.lightning import redundancy
+
+        redundancy.available_bytes = lambda: 0
+        return super().configure_optimizers()

@@ -18,7 +18,7 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
     Args:
         deaths: (point, number).
     """
-    from lightning_ntp.comm import reshard
+    from lightning_ntp.comm import neighbour_copies, reshard
     from lightning_ntp.comm.generation import Generation
     from lightning_ntp.comm.membership import Membership
     from lightning_ntp.engine.recovery import RecoveryEngine
@@ -36,6 +36,9 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
     for point, number in deaths:
         owner, name, before = places[point]
         setattr(owner, name, _dying(getattr(owner, name), number, before))
+        if owner is reshard.Resharding:  # the way back to neighbours' copies has the same points
+            back = neighbour_copies.Restoring
+            setattr(back, name, _dying(getattr(back, name), number, before))
 
 
 def _dying(call: Callable[..., Any], number: int, before: bool) -> Callable[..., Any]:

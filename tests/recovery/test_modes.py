@@ -19,14 +19,14 @@ MODES: dict[str, dict[str, Any]] = {
     "16-mixed": {"module": "Half"},
 }
 # bits of bf16 and float16: sums of two shards and of one round differently
-_BOUNDS = {"bf16-mixed": 10 * 2**-8, "16-mixed": 10 * 2**-11}
+BOUNDS = {"bf16-mixed": 10 * 2**-8, "16-mixed": 10 * 2**-11}
 
 
 @pytest.mark.parametrize("phase", ["backward", pytest.param("between_vote_and_update", marks=pytest.mark.chaos)])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_in_every_mode(world: Worlds, mode: str, phase: str, tmp_path: Path) -> None:
     job = Job((2, 2), ((0, 2, phase),), **MODES[mode])
-    survives(world, job, tmp_path, (1, 2), bound=_BOUNDS.get(mode, EXACT))
+    survives(world, job, tmp_path, (1, 2), bound=BOUNDS.get(mode, EXACT))
 
 
 @pytest.mark.parametrize("slot", [1, 2])

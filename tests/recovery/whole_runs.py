@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -39,6 +39,7 @@ class Script:
     batches: int = 3
     more: int = 0
     """Samples beyond whole batches, in validation, test and predict."""
+    redundancy: Literal["neighbor"] | None = None
 
     @property
     def victims(self) -> set[int]:
@@ -114,7 +115,7 @@ def whole_script(script: Script, directory: str, how: int) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu",
         devices=sum(script.degrees),
-        strategy=NTPStrategy(degrees=script.degrees, timeout=30, heartbeat=10),
+        strategy=NTPStrategy(degrees=script.degrees, timeout=30, heartbeat=10, redundancy=script.redundancy),
         precision="64-true",
         max_epochs=2,
         val_check_interval=2,
