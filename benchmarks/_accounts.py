@@ -19,7 +19,9 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_ntp.comm import runtime
 from lightning_ntp.lightning.snapshot import SnapshotRecorder
+from lightning_ntp.lightning.survival import survival_of
 
 _BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info (linux/tcp.h, Linux 4.19 and newer)
 _M_MMAP_THRESHOLD = -3  # malloc.h of glibc
@@ -122,10 +124,24 @@ def watch_snapshot(module: Any) -> Callable[[], float]:
     return finish
 
 
+def watch_copies(module: Any) -> Callable[[], tuple[int, float, int]]:
+    """How often neighbours' copies are made, what one costs, and what they take."""
+
+    def finish() -> tuple[int, float, int]:
+        current = runtime.current()
+        assert current is not None
+        copies = survival_of(current).engine.copies
+        assert copies is not None
+        return copies.interval, copies.cost, copies.bytes_kept()
+
+    return finish
+
+
 ACCOUNTS: dict[str, Callable[..., Callable[[], Any]]] = {
     "traffic": watch_traffic,
     "memory": watch_memory,
     "snapshot": watch_snapshot,
+    "copies": watch_copies,
 }
 
 

@@ -13,8 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from _recovery_marks import Mark, marked_pids, read_marks
+
+from lightning_ntp.engine.events import FILE_NAME, read_events
 
 HERE = Path(__file__).resolve().parent
 RANKS = 8
@@ -91,6 +94,22 @@ def run_ntp(kills: Sequence[Kill], limit: float) -> list[Loss]:
         directory = Path(name)
         _run([*script, name, str(steps), *_as_arguments(kills)], directory, limit)
         return list(_losses(read_marks(directory), kills))
+
+
+def run_copies(kills: Sequence[Kill], limit: float) -> list[dict[str, Any]]:
+    """One job of a single replica of 4 whose ranks keep copies of each other's shards, with successive kills.
+
+    Returns:
+        Its events.
+
+    Raises:
+        RuntimeError: If it fails.
+    """
+    steps = max(step for _, step in kills) + 1 + ALONE
+    script = [sys.executable, str(HERE / "_recovery_ntp.py")]
+    with tempfile.TemporaryDirectory(prefix="recovery-copies-") as name:
+        _run([*script, name, str(steps), *_as_arguments(kills), "--copies"], Path(name), limit)
+        return list(read_events(Path(name) / FILE_NAME))
 
 
 def run_torchrun(kills: Sequence[Kill], every: int, limit: float) -> list[Restart]:

@@ -1,4 +1,4 @@
-"""A rank of the recovery benchmark under lightning_ntp: ``_recovery_ntp.py DIRECTORY STEPS SLOT:STEP...``.
+"""A rank of the recovery benchmarks under lightning_ntp: ``_recovery_ntp.py DIRECTORY STEPS SLOT:STEP... [--copies]``.
 
 It trains ``STEPS`` steps; each ``SLOT:STEP`` kills a slot in the middle of the backward of a step, counted from 0.
 """
@@ -90,7 +90,10 @@ class Recorder(pl.Callback):
 
 def main() -> None:
     directory, steps = Path(sys.argv[1]), int(sys.argv[2])
-    kills = [(int(slot), int(step)) for slot, _, step in (each.partition(":") for each in sys.argv[3:])]
+    copies = "--copies" in sys.argv  # one replica, whose ranks keep copies of each other's shards
+    degrees = DEGREES[:1] if copies else DEGREES
+    pairs = [each.partition(":") for each in sys.argv[3:] if each != "--copies"]
+    kills = [(int(slot), int(step)) for slot, _, step in pairs]
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -98,8 +101,8 @@ def main() -> None:
     pl.seed_everything(1, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=sum(DEGREES),
-        strategy=NTPStrategy(degrees=DEGREES),
+        devices=sum(degrees),
+        strategy=NTPStrategy(degrees=degrees, redundancy="neighbor" if copies else None),
         max_steps=steps,
         callbacks=[Recorder(directory, kills)],
         default_root_dir=directory,
@@ -108,7 +111,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Model(**SIZES), DataLoader(Rows(), batch_size=SAMPLES // len(DEGREES)))
+    trainer.fit(Model(**SIZES), DataLoader(Rows(), batch_size=SAMPLES // len(degrees)))
 
 
 if __name__ == "__main__":

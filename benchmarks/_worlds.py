@@ -31,10 +31,12 @@ class Setting:
     Args:
         kind: ``"ntp"``, ``"ddp"`` or ``"dtensor"`` (Lightning's ModelParallelStrategy).
         degrees: The tensor-parallel degree of every replica.
+        copies: Whether neighbours keep copies of each other's shards (ntp).
     """
 
     kind: str
     degrees: tuple[int, ...]
+    copies: bool = False
 
     @property
     def ranks(self) -> int:
@@ -51,7 +53,7 @@ class Setting:
 
     def strategy(self) -> Strategy:
         if self.kind == "ntp":
-            return NTPStrategy(degrees=self.degrees)
+            return NTPStrategy(degrees=self.degrees, redundancy="neighbor" if self.copies else None)
         if self.kind == "ddp":
             return DDPStrategy(process_group_backend="gloo")
         return ModelParallelStrategy(
@@ -68,6 +70,7 @@ def _train(setting: Setting, size: Size, clip: bool, accounts: bool, port: int, 
     store: Any = None
     if setting.kind == "ntp":
         if rank == 0:
+            # the port was chosen before the ranks were forked, so not by `host_store`
             store = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         environ = RankIdentity(rank, setting.ranks, f"steady-{rank}", "steady", "127.0.0.1", port).to_environ()
     else:
