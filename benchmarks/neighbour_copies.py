@@ -72,9 +72,8 @@ class _Ready:
 
 
 def show_losses(jobs: int) -> None:
-    print(
-        f"{'killed':<12}{'back, steps':>12}{'recovery, ms':>14}{'done again, s':>15}{'per step, ms':>14}{'moved, MB':>11}"
-    )
+    print(f"{'killed':<12}{'back, steps':>12}{'recovery, ms':>14}{'done again, s':>15}", end="")
+    print(f"{'per step, ms':>14}{'moved, MB':>11}")
     for job in range(jobs):
         events = run_copies([(1 + job % 3, 30 + 7 * job), (0, 60)], limit=240)
         changes = [event for event in events if event["event"] == "change"]
@@ -100,7 +99,8 @@ def main() -> None:
     size, began = QUICK if arguments.quick else SIZE, time.monotonic()
     print(
         f"GPT of {parameter_bytes(size) / 4e6:.1f} M parameters, {size.samples} x {size.tokens} tokens per step,"
-        f" float32, AdamW,\n{len(os.sched_getaffinity(0))} cores, one thread per rank; degrees (4); median [quartiles]\n"
+        f" float32, AdamW,\n{len(os.sched_getaffinity(0))} cores, one thread per rank; degrees (4);"
+        " median [quartiles]\n"
     )
     show_cost(size, arguments.pairs)
     show_losses(1 if arguments.quick else 3)

@@ -35,13 +35,20 @@ def names(word: str) -> dict[str, Any]:
 
 
 def test_every_block_is_run_by_a_test_here() -> None:
-    assert [language for language, _ in BLOCKS] == ["python", "bash", "python", "python", "python", "yaml"]
+    assert [language for language, _ in BLOCKS] == ["python", "python", "bash", "python", "python", "python", "yaml"]
 
 
 def test_the_settings_are_those_of_the_strategy() -> None:
     strategy = names("failure_window")["strategy"]
     assert (strategy.policy.min_tensor_parallel_size, strategy.policy.max_failures) == (3, 5)
     assert strategy.policy.window_seconds == 3600
+
+
+def test_neighbours_keep_copies_where_the_page_asks_for_it() -> None:
+    """That they help is tested by tests/recovery/test_neighbour_copies.py."""
+    strategy = names('redundancy="neighbor"')["strategy"]
+    strategy.parallel_devices = [torch.device("cpu")] * 4
+    assert strategy.degrees == (4,) and strategy._with_copies
 
 
 def test_the_plan_command_prints_what_the_page_says(

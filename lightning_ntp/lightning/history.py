@@ -45,11 +45,18 @@ class History:
     Args:
         trainer: The trainer.
         recorder: Takes snapshots of what steps change.
-        oldest: The step of the oldest copy; None if there is none.
+        oldest: Gives the step of the oldest copy; None if there is none.
+        device: The rank's, where batches are while a step runs.
     """
 
-    def __init__(self, trainer: Trainer, recorder: SnapshotRecorder, oldest: Callable[[], int | None]) -> None:
-        self._trainer, self._recorder, self._oldest = trainer, recorder, oldest
+    def __init__(
+        self,
+        trainer: Trainer,
+        recorder: SnapshotRecorder,
+        oldest: Callable[[], int | None],
+        device: torch.device,
+    ) -> None:
+        self._trainer, self._recorder, self._oldest, self._device = trainer, recorder, oldest, device
         self._steps: list[Past] = []
         self._began: Restore = lambda: None
         self._known: tuple[Any, ...] | None = None
@@ -80,6 +87,9 @@ class History:
         if run is None:
             raise RuntimeError("a step was committed that cannot be run again: this should be impossible")
         self._steps.append(Past(window, run, committed - 1, self._began))
+        if self._device.type != "cpu":
+            for closure in window.closures:
+                closure.move_batch(torch.device("cpu"))  # there may be many
         self.forget_old()
 
     def forget_old(self) -> None:

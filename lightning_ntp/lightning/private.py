@@ -269,6 +269,13 @@ def closure_functions(closure: Closure) -> tuple[Any, Any, Any]:
     return closure._step_fn, closure._backward_fn, closure._zero_grad_fn
 
 
+def closure_arguments(closure: Closure) -> dict[str, Any]:
+    """2.6.6: what the training step is called with, ``batch`` among it: the one argument bound to ``_step_fn``."""
+    step = closure._step_fn
+    arguments = step.args[0] if isinstance(step, partial) and step.args else {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def patch_automatic_optimization(
     trainer: Trainer,
     wrap: Callable[[Closure], Closure],

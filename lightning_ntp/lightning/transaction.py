@@ -86,7 +86,8 @@ class Transaction:
         self._rows = rows
         rows.hold_while(lambda: self.open)
         others = [self._rows.remember] if remember is None else [self._rows.remember, remember]
-        self._recorder = SnapshotRecorder(trainer, device or torch.device("cpu"), others)
+        self._device = device or torch.device("cpu")
+        self._recorder = SnapshotRecorder(trainer, self._device, others)
         self._swallowed: Interrupted | None = None
         self._forward = False
         self._undo: list[Callable[[], None]] = []
@@ -111,7 +112,7 @@ class Transaction:
         Args:
             oldest: The step of the oldest copy; None if there is none.
         """
-        self.history = History(self._trainer, self._recorder, oldest)
+        self.history = History(self._trainer, self._recorder, oldest, self._device)
 
     @property
     def open(self) -> bool:
@@ -466,6 +467,8 @@ class Transaction:
 
         def run() -> None:
             past.restore()
+            for each in window.closures:
+                each.move_batch(self._device)
             for position in range(last):
                 window.restore(position)
                 closure = window.entries[position].closure

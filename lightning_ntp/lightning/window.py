@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ class ReplayClosure(Closure):
         self, inner: Closure, run: Callable[[ReplayClosure], ClosureResult], before_backward: Callable[[], None]
     ) -> None:
         step, backward, zero_grad = private.closure_functions(inner)
-        self._run = run
+        self._run, self._arguments = run, private.closure_arguments(inner)
 
         def backward_after_clearing(loss: Tensor) -> None:
             before_backward()
@@ -58,6 +60,11 @@ class ReplayClosure(Closure):
     @result.setter
     def result(self, result: Any) -> None:
         self._result = result
+
+    def move_batch(self, device: torch.device) -> None:
+        """Keep the batch elsewhere until it is needed again."""
+        if "batch" in self._arguments:
+            self._arguments["batch"] = move_data_to_device(self._arguments["batch"], device)
 
     def let_go_of_graph(self) -> None:
         """Keep the result but not its graph, which would know parameters by their old shapes."""

@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -196,6 +197,29 @@ def test_a_step_of_automatic_optimization_is_made_of_the_parts_that_are_taken_ov
     assert "self._after_closure(model,optimizer)" in source(MixedPrecision.optimizer_step)
 
 
+def test_a_closure_is_bound_to_the_arguments_of_its_step() -> None:
+    code = source(_AutomaticOptimization._make_step_fn)
+    assert "returnpartial(self._training_step,kwargs)" in code
+    loop = source(_TrainingEpochLoop._build_kwargs)
+    assert 'kwargs["batch"]=batch' in loop
+    assert "OrderedDict" in source(_TrainingEpochLoop.advance)
+
+
+def test_where_a_fit_is_is_told_by_these_counters() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    fit, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    trackers = [fit.epoch_progress, loop.batch_progress, loop.scheduler_progress]
+    optimizer = loop.automatic_optimization.optim_progress.optimizer
+    for tracker in (*trackers, loop.manual_optimization.optim_step_progress, optimizer.step, optimizer.zero_grad):
+        assert hasattr(tracker.total, "completed") and hasattr(tracker.current, "completed")
+    assert {"_batches_that_stepped"} <= vars(loop).keys() and "_combined_loader" in vars(fit)
+    trainer.state.stage = RunningStage.VALIDATING
+    back = private.enter_training_stage(trainer)
+    assert trainer.training
+    back()
+    assert trainer.validating
+
+
 def test_a_fetched_batch_is_brought_to_the_device_in_three_steps() -> None:
     code = source(_TrainingEpochLoop.advance)
     steps = ("convert_input(batch)", "_on_before_batch_transfer(batch,dataloader_idx=0)", '"batch_to_device",batch')
@@ -312,6 +336,7 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_after_closure",
         "_on_before_batch_transfer",
         "_backward_fn",
+        "_batches_that_stepped",
         "_current_fx_name",
         "_logger_connector",
         "_checkpoint_connector",
