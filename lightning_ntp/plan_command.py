@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_ntp.plan.cost import CutTensor, ReshardCost, reshard_cost
-from lightning_ntp.plan.policy import PolicyError, RecoveryPolicy, decide, name_slots
+from lightning_ntp.plan.policy import Action, Decision, PolicyError, RecoveryPolicy, decide, name_slots
+from lightning_ntp.plan.redundancy import keepers
 from lightning_ntp.plan.topology import Topology
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def report(options: argparse.Namespace) -> str:
         return "\n".join(lines)
     for lost in options.lose:
         decision = decide(topology, lost, settings, shardings=[t.sharding for t in tensors])
-        lines += ["", str(decision)]
+        lines += ["", f"{decision}{_way_back(topology, decision)}"]
         if not decision.goes_on:
             break
         assert decision.after is not None
@@ -152,11 +153,21 @@ def show_bytes(size: float) -> str:
 def _one_line(topology: Topology, slot: int, settings: RecoveryPolicy, tensors: Sequence[CutTensor]) -> str:
     decision = decide(topology, [slot], settings, shardings=[t.sharding for t in tensors])
     if not decision.goes_on:
-        return str(decision)
+        return f"{decision}{_way_back(topology, decision)}"
     assert decision.after is not None
     cost = reshard_cost(topology, decision.after, tensors, decision.lost)
     most = max((cost.extra(s) for s in cost.after.slots), default=0)
     return f"{decision}; moves {show_bytes(cost.bytes_moved)}, at most +{show_bytes(most)} on a survivor"
+
+
+def _way_back(topology: Topology, decision: Decision) -> str:
+    """What ``redundancy="neighbor"`` would do instead of ending for want of a copy."""
+    if decision.action is not Action.END or set(decision.lost) == set(topology.slots):
+        return ""
+    keeper_of = keepers(topology)
+    if any(keeper_of[slot] in decision.lost for slot in decision.lost):
+        return ""
+    return " (with redundancy='neighbor' it would go back to the neighbours' copies, some steps, and go on)"
 
 
 def _tensors(options: argparse.Namespace, topology: Topology) -> list[CutTensor]:

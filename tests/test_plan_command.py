@@ -61,7 +61,9 @@ def test_several_losses_follow_each_other() -> None:
 def test_a_loss_without_a_copy_ends_the_plan_with_the_reason() -> None:
     lines = run(f"--degrees 3 2 --lose 0 3 --lose 1 {SIZES}").splitlines()
     assert lines[-1].startswith("slots 0, 3 lost: end; ")
-    assert lines[-1].endswith("restart from the newest checkpoint")
+    assert "restart from the newest checkpoint (with redundancy='neighbor' it would go back" in lines[-1]
+    lines = run(f"--degrees 3 --lose 0 1 {SIZES}").splitlines()
+    assert lines[-1].endswith("restart from the newest checkpoint")  # slot 1 would have kept the copy of slot 0
 
 
 def test_a_minimum_degree_drops_the_replica() -> None:

@@ -308,6 +308,11 @@ class NTPStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         check_trainer(self, self._layer_sync)
         self.policy.check_degrees(self.degrees)
+        if self._with_copies and sum(self.degrees) == 1:
+            raise ValueError(
+                "redundancy='neighbor' needs a neighbour: with one device nobody is left when its rank dies; leave it"
+                " out, and save checkpoints"
+            )
         self._launcher = NTPLauncher(self, self.start_method, {"heartbeat": self._heartbeat})
 
     def check_before_launch(self) -> None:

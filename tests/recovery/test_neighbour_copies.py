@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
+from lightning_ntp import NTPStrategy
 from lightning_ntp.engine.events import read_events
 from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
 from tests.lightning.rigs import assert_same
 from tests.recovery import whole_runs
-from tests.recovery.jobs import EXACT, Job, Result, Worlds, assert_left, run, survives, undisturbed
+from tests.recovery.jobs import EXACT, Job, Result, Samples, Worlds, assert_left, run, survives, undisturbed
+from tests.recovery.models import Automatic
 from tests.recovery.places import Death
 from tests.recovery.points import POINTS
 from tests.recovery.test_modes import BOUNDS, MODES
@@ -163,3 +168,32 @@ def test_copies_that_do_not_fit(world: Worlds, tmp_path: Path) -> None:
     for outcome in result.outcomes:
         last = outcome.error.strip().splitlines()[-1]
         assert "redundancy='neighbor' needs " in last and "but 0.0 MiB are available there" in last, outcome
+
+
+def test_a_checkpoint_is_written_where_the_policy_forbids_to_go_on(world: Worlds, tmp_path: Path) -> None:
+    """Of the step that the job had come to, not of that of the copies."""
+    strict = Job(
+        (3,), ((1, 6, "backward"),), strategy={**COPIES, "min_tensor_parallel_size": 3}, copy_cost=RARELY, epochs=3
+    )
+    want = run(world, Job((3,), trainer={"max_steps": 6}, epochs=3), tmp_path / "want")
+    result = run(world, strict, tmp_path / "ended")
+    ends = {o.slot: o.error.strip().splitlines()[-1] for o in result.outcomes if o.state == "raised"}
+    path = tmp_path / "ended" / "ntp-step-6.ckpt"
+    assert set(ends) == {0, 2} and all(
+        f"a checkpoint of the last complete step is at {path}" in e for e in ends.values()
+    )
+    saved = torch.load(path, weights_only=False)
+    assert saved["global_step"] == 6
+    assert_same(saved["state_dict"], want.first["parameters"], EXACT)
+
+
+@pytest.mark.parametrize(("devices", "value", "told"), [(1, "neighbor", "needs a neighbour"), (2, "disk", "'disk'")])
+def test_settings_that_cannot_work(devices: int, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=NTPStrategy(degrees=(devices,), redundancy=value),
+            logger=False,
+            enable_checkpointing=False,
+        ).fit(Automatic(), DataLoader(Samples(4)))
