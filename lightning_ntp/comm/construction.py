@@ -43,6 +43,11 @@ class Construction(Generic[_T]):
             raise self.error
         return self._result.pop()
 
+    def abandon(self) -> None:
+        """Nobody waits for the result any more."""
+        with self._done:
+            self._abandoned = True
+
     def _run(self) -> None:
         try:
             result = self._build()

@@ -132,7 +132,6 @@ class Generation:
         """
         self._client = self._guard.borrow()
         store = PrefixStore(f"generation/{self.name}", self._client)
-        progress.current().enter_groups(blind=not is_sliced(self._backend))
         for attribute, name, slots in group_slots(self.topology, self._with_copies):
             if self.slot in slots:
                 group = self._wrap(self._build(name, store, slots), attribute, name)
@@ -143,6 +142,10 @@ class Generation:
     def install(self) -> None:
         """Make the groups torch's own: the world becomes the default group. Local."""
         assert self._store is not None
+        # not earlier: the groups may have been built while another generation was at work
+        progress.current().enter_groups(blind=not is_sliced(self._backend))
+        for name, each in self._groups.items():
+            self._show(each, name)
         for group in _stale:
             # Who still holds it shall get our error. Without these entries torch complains of its own book-keeping.
             c10d._world.pg_map[group] = (dist.Backend(self._backend), self._store)
@@ -200,6 +203,17 @@ class Generation:
             group.maker = None
         return left
 
+    def make_group(self, name: str) -> InterruptibleGroup:
+        """Connect another group of all members, which torch does not know. Collective, in any thread.
+
+        Raises:
+            RuntimeError: If a member does not come in time.
+        """
+        store = PrefixStore(f"generation/{self.name}/more", self._guard.borrow())
+        group = self._show(self._wrap(self._build(name, store, self.topology.slots), name, name), name)
+        self._users.add(group)
+        return group
+
     def _build(self, name: str, store: Store, slots: Sequence[int]) -> dist.ProcessGroup:
         ranks = [self.topology.rank(slot) for slot in slots]
         device = torch.device("cpu") if name == COPIES else self.device
@@ -209,9 +223,12 @@ class Generation:
         return "gloo" if name == COPIES else self._backend
 
     def _wrap(self, group: dist.ProcessGroup, description: str, name: str) -> InterruptibleGroup:
-        wrapped = InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)))
-        wrapped.mark = progress.current().group(f"{self.name}/{name}")
-        return wrapped
+        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)))
+
+    def _show(self, group: InterruptibleGroup, name: str) -> InterruptibleGroup:
+        """Let the supervisor see what this rank enters on a group."""
+        group.mark = progress.current().group(f"{self.name}/{name}")
+        return group
 
     def _make_group(
         self, ranks: Sequence[int], *, group_name: str, group_desc: str | None = None, **_: Any
@@ -234,7 +251,7 @@ class Generation:
         if plain is None:
             raise Interrupted(f"a process group was being made: {self.life.reason}")
         description = group_desc or f"of ranks {list(ranks)}, made by torch.distributed.new_group"
-        group = self._wrap(plain, description, f"user/{group_name}")
+        group = self._show(self._wrap(plain, description, f"user/{group_name}"), f"user/{group_name}")
         group._set_group_name(group_name)
         self._users.add(group)
         return group

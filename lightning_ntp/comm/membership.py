@@ -176,6 +176,53 @@ class Membership:
         with self._lock:
             return self._guard.call(self._store.add, f"given-up/{name}", 1) == 1
 
+    # ---- notes ------------------------------------------------------------------------------------------------
+
+    def post(self, key: str, text: str) -> None:
+        """Leave a note for all ranks, which must know from elsewhere that it is there."""
+        with self._lock:
+            self._guard.call(self._store.set, key, text)
+
+    def read(self, key: str) -> str:
+        """A note that was posted."""
+        with self._lock:
+            return self._guard.call(self._store.get, key).decode()
+
+    # ---- planned changes --------------------------------------------------------------------------------------
+
+    def switch(self, generation: int, leaver: int, uid: str, reason: str, patience: timedelta) -> Roster | None:
+        """Say that this rank is ready for the generation without ``leaver``, and wait for all others to be.
+
+        Collective over the members, the leaver included. Interrupts nobody.
+
+        Args:
+            generation: The commit of the current generation.
+            leaver: Who leaves.
+            uid: Of its process.
+            reason: Why, for people.
+            patience: How long the others may take.
+
+        Returns:
+            The roster that begins with it; None if the membership has changed meanwhile, so that all recover.
+
+        Raises:
+            JobLost: If a member does not come in time.
+        """
+        with self._lock:
+            count = self._guard.call(self._store.add, f"switch/{generation}/{leaver}", 1)
+        if count >= len(self.roster.members):
+            self.append(Entry("switch", leaver, uid, reason, round=generation, at=time.monotonic()))
+
+        def over() -> bool:
+            return self.roster.commit > generation or self.roster.change > generation
+
+        with self.changed:
+            if not progress.current().wait_for(self.changed, over, patience.total_seconds()):
+                seconds = f"{patience.total_seconds():g} s"
+                raise JobLost(f"not all ranks were ready for slot {leaver} to leave within {seconds}")
+            roster = self.roster
+        return roster if roster.commit > generation and leaver not in roster.members else None
+
     # ---- agreement --------------------------------------------------------------------------------------------
 
     def agree(self, record: dict[str, Any], limit: timedelta) -> Agreement:

@@ -172,6 +172,10 @@ class NeighbourCopies:
         elif self._under_way and not pending:
             self._agree_on(self._copies[-1], interval)
 
+    def renew(self) -> None:
+        """A member has left as planned, with what it kept: a new copy is due at once."""
+        self._next = 0
+
     def changed(self, step: int, records: Mapping[int, Mapping[str, Any]]) -> None:
         """The membership has changed: a new copy is due at once, since those that the dead kept are gone.
 

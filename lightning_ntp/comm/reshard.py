@@ -6,7 +6,7 @@ Until :meth:`Resharding.install` the model is as it was. A death on the way cost
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class _Shard:
     holder: MutableMapping[str, Any] | None
     key: str
     received: Tensor | None = None
+    gradient: Tensor | None = None
+    """What has arrived of a parameter's gradient."""
 
     @property
     def local(self) -> Tensor:
@@ -45,6 +47,7 @@ class _Shard:
         if self.holder is None:
             self.entry.parameter.grad = None
             replace_data(self.entry.parameter, self.received)
+            self.entry.parameter.grad = self.gradient
         else:
             self.holder[self.key] = self.received
 
@@ -56,11 +59,20 @@ class Resharding:
         model: The model, cut for ``before``.
         states: Optimizer states and the like. Tensors of a parameter's local shape move with it; numbers stay.
         before: The topology the shards are cut for.
-        after: The topology to cut them for; that of ``generation``.
+        after: The topology to cut them for.
+        gone: The slots of ``before`` that cannot send; by default those that are not in ``after``.
     """
 
-    def __init__(self, model: ShardedModel, states: Iterable[ShardedState], before: Topology, after: Topology) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        states: Iterable[ShardedState],
+        before: Topology,
+        after: Topology,
+        gone: Iterable[int] | None = None,
+    ) -> None:
         self._model, self.after = model, after
+        gone = None if gone is None else tuple(gone)
         self._shards: list[_Shard] = []
         states = list(states)
         # layers are alike: a model has few ways to cut a parameter
@@ -68,7 +80,7 @@ class Resharding:
         for entry in model:
             exchange = exchanges.get(entry.sharding)
             if exchange is None:
-                exchange = exchanges[entry.sharding] = plan_reshard(before, after, entry.sharding)
+                exchange = exchanges[entry.sharding] = plan_reshard(before, after, entry.sharding, gone)
             if not exchange.moves:
                 continue
             self._shards.append(_Shard(entry, exchange, None, ""))
@@ -109,33 +121,70 @@ class Resharding:
     def receive(self, generation: Generation) -> None:
         """Move everything into side buffers. Collective over all members of the new topology.
 
+        Args:
+            generation: Of the new topology.
+
         Raises:
             Interrupted: If the membership changes meanwhile; nothing has changed then.
         """
-        slots, own = self.after.slots, generation.slot
-        layouts_of = {e.turn: e.sharding.layouts(self.after.family, generation.degree) for e in self._model}
+        self.travel(generation.world, self.after.slots, generation.slot)
+
+    def travel(self, group: dist.ProcessGroup, slots: Sequence[int], own: int) -> None:
+        """As :meth:`receive`, over any group: one with members that leave, say.
+
+        Args:
+            group: Of all who send or receive.
+            slots: Its members in order of their rank.
+            own: This rank's slot.
+        """
         for shards in _by_dtype(self._shards):
-            wire = Wire(
-                [
-                    WireEntry(
-                        s.exchange, s.entry.sharding.dim, element_width(s.entry.shape, s.entry.sharding.dim), False
-                    )
-                    for s in shards
-                ],
-                slots,
-                own,
-            )
-            sources: list[Tensor | None] = [s.local.detach() for s in shards]
-            targets: list[Tensor | None] = [
-                s.local.new_empty(s.entry.local_shape(layouts_of[s.entry.turn], generation.index))
-                if s.exchange.placed_at(own)
-                else None
-                for s in shards
-            ]
-            with torch.no_grad():
-                wire.run(sources, targets, generation.world, shards[0].local.detach())
-            for shard, target in zip(shards, targets, strict=True):
+            received = self._exchange(shards, [s.local.detach() for s in shards], group, slots, own)
+            for shard, target in zip(shards, received, strict=True):
                 shard.received = target
+
+    def travel_gradients(self, group: dist.ProcessGroup, slots: Sequence[int], own: int) -> None:
+        """Move the gradients of the parameters that move, to be put in place by :meth:`install`.
+
+        They must be there on all ranks or on none: as after a gradient sync.
+        """
+        for shard in self._shards:
+            shard.gradient = None
+        moving = [s for s in self._shards if s.holder is None and s.entry.parameter.grad is not None]
+        for shards in _by_dtype(moving):
+            gradients = [s.entry.parameter.grad for s in shards]
+            received = self._exchange(shards, [g.detach() for g in gradients if g is not None], group, slots, own)
+            for shard, target in zip(shards, received, strict=True):
+                shard.gradient = target
+
+    @torch.no_grad()
+    def _exchange(
+        self,
+        shards: list[_Shard],
+        sources: list[Tensor],
+        group: dist.ProcessGroup,
+        slots: Sequence[int],
+        own: int,
+    ) -> list[Tensor | None]:
+        """The new tensors of this rank; None for those that stay as they are."""
+        wire = Wire(
+            [
+                WireEntry(s.exchange, s.entry.sharding.dim, element_width(s.entry.shape, s.entry.sharding.dim), False)
+                for s in shards
+            ],
+            slots,
+            own,
+        )
+        targets = [
+            source.new_empty(self._shape(s, own)) if s.exchange.placed_at(own) else None
+            for s, source in zip(shards, sources, strict=True)
+        ]
+        wire.run([*sources], targets, group, sources[0])
+        return targets
+
+    def _shape(self, shard: _Shard, slot: int) -> torch.Size:
+        replica, index = self.after.place(slot)
+        layouts = shard.entry.sharding.layouts(self.after.family, self.after.degrees[replica])
+        return shard.entry.local_shape(layouts, index)
 
     def install(self, slot: int, group: dist.ProcessGroup | None) -> None:
         """Take the new shards, and let the modules take over the new sizes. Local.

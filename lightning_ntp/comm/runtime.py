@@ -22,7 +22,8 @@ import torch.distributed as dist
 from lightning_ntp.comm import backends, background
 from lightning_ntp.comm.construction import Construction
 from lightning_ntp.comm.generation import Generation
-from lightning_ntp.comm.interruption import Life
+from lightning_ntp.comm.interruptible import InterruptibleGroup
+from lightning_ntp.comm.interruption import Interrupted, Life
 from lightning_ntp.comm.lane import Lane, make_lane
 from lightning_ntp.comm.membership import Agreement, Membership
 from lightning_ntp.comm.reaper import Reaper
@@ -57,6 +58,75 @@ class Recovery:
     """How members went, from the start of the job."""
     attempts: int
     """Rounds it took: more than one if somebody died meanwhile."""
+
+
+class Preparation:
+    """A generation that is being built, and what is done beside the training meanwhile.
+
+    Args:
+        runtime: The rank's runtime.
+        after: The topology to come.
+        work: See :meth:`Runtime.prepare`.
+    """
+
+    def __init__(self, runtime: Runtime, after: Topology, work: Callable[[dist.ProcessGroup], None]) -> None:
+        self._runtime, self._after, self._work = runtime, after, work
+        self._present = runtime.generation
+        self._name = f"{self._present.number}.planned"
+        self._built: Generation | None = None
+        self._group: InterruptibleGroup | None = None
+        self._construction = Construction(self._run, runtime.membership.changed)
+
+    def wait(self) -> None:
+        """Wait until this rank's part is done.
+
+        Raises:
+            Interrupted: If the membership changes first.
+            RuntimeError: If something else went wrong.
+        """
+        life = self._present.life
+        try:
+            done = self._construction.wait(lambda: life.interrupted)
+        except RuntimeError as error:
+            if isinstance(error, Interrupted):
+                raise
+            raise life.explain(error) from error
+        if done is None:
+            raise Interrupted(f"a planned change was interrupted: {life.reason}")
+
+    def take(self) -> Generation | None:
+        """What was built; None for a rank that is no member of it."""
+        built, self._built = self._built, None
+        return built
+
+    @property
+    def group(self) -> InterruptibleGroup:
+        """All present members, once :meth:`wait` has returned."""
+        assert self._group is not None
+        return self._group
+
+    def drop(self) -> list[Any]:
+        """Let go of everything that is not taken, and return it for the reaper."""
+        self._construction.abandon()
+        left = [] if self._group is None else [self._group.release()]
+        self._group = None
+        built = self.take()
+        return [*left, built] if built is not None else left
+
+    def _run(self) -> bool:
+        runtime, present = self._runtime, self._present
+        with progress.current().beside():
+            self._group = present.make_group(f"{self._name}/travel")
+            if runtime.slot in self._after.slots:
+                generation = runtime._generation(self._name, self._after, present.number)
+                try:
+                    generation.connect()
+                except BaseException:
+                    generation.release()
+                    raise
+                self._built = generation
+            self._work(self._group)
+        return True
 
 
 class Runtime:
@@ -208,19 +278,7 @@ class Runtime:
     def _build(self, name: str, topology: Topology, commit: int) -> bool:
         """Build and install a generation. False if the membership has changed meanwhile, or a group failed to build."""
         membership = self.membership
-        life = Life(commit, membership.explain, lambda group: self.may_start(group))
-        generation = Generation(
-            name,
-            topology,
-            self.slot,
-            life,
-            self._guard,
-            self.backend,
-            self.timeout,
-            self.device,
-            membership.changed,
-            self.with_copies,
-        )
+        generation = self._generation(name, topology, commit)
 
         def connect() -> Generation:
             try:
@@ -240,11 +298,73 @@ class Runtime:
         if built is None or membership.roster.change > commit:
             self._reaper.take([generation])
             return False
+        self._install(generation)
+        return True
+
+    def _generation(self, name: str, topology: Topology, commit: int) -> Generation:
+        membership = self.membership
+        return Generation(
+            name,
+            topology,
+            self.slot,
+            Life(commit, membership.explain, lambda group: self.may_start(group)),
+            self._guard,
+            self.backend,
+            self.timeout,
+            self.device,
+            membership.changed,
+            self.with_copies,
+        )
+
+    def _install(self, generation: Generation) -> None:
         generation.install()
         self._current = generation
-        if membership.recoverable:
+        if self.membership.recoverable:
             self._guard.stock(_SPARE_CONNECTIONS)
-        membership.watch(life)
+        self.membership.watch(generation.life)
+
+    # ---- planned changes --------------------------------------------------------------------------------------
+
+    def prepare(self, after: Topology, work: Callable[[dist.ProcessGroup], None]) -> Preparation:
+        """Begin to build the generation of ``after`` beside the present one, which goes on. All members call it alike.
+
+        Args:
+            after: The topology to come; its members are members now.
+            work: Called in a thread beside the training with a group of all present members that nobody else uses.
+        """
+        return Preparation(self, after, work)
+
+    def let_go(self, prepared: Preparation) -> None:
+        """Drop what :meth:`prepare` has built and nobody has taken."""
+        self._reaper.take(prepared.drop())
+
+    def enter(self, prepared: Preparation, leaver: int, uid: str, reason: str) -> bool:
+        """Leave the present generation for the prepared one, at a moment when no collective is under way.
+
+        Collective over all present members, the leaver included.
+
+        Args:
+            prepared: What :meth:`prepare` has begun.
+            leaver: Who leaves.
+            uid: Of its process.
+            reason: Why.
+
+        Returns:
+            False if the membership has changed meanwhile: nothing has happened then, and all must recover.
+
+        Raises:
+            JobLost: If a member does not come in time.
+        """
+        current = self.generation
+        roster = self.membership.switch(current.number, leaver, uid, reason, self.timeout)
+        if roster is None:
+            return False
+        generation = prepared.take()
+        if generation is None:  # this rank is the one that leaves
+            return True
+        generation.number = generation.life.number = roster.commit
+        self._leave_generation()
+        self._install(generation)
         return True
 
     def _leave_generation(self, reset: bool = True) -> None:

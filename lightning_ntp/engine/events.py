@@ -85,7 +85,8 @@ class EventLog:
         phases = [(name, change.seconds[key]) for key, name in PHASES.items() if key in change.seconds]
         at = ended - sum(seconds for _, seconds in phases)
         for slot in change.lost:
-            self.write("death", slot=slot, step=change.step, monotonic=at)
+            gone = {"reason": change.left} if change.left else {}
+            self.write("leave" if change.left else "death", slot=slot, step=change.step, monotonic=at, **gone)
         for name, seconds in phases:
             at += seconds
             details: dict[str, Any] = {"seconds": round(seconds, 6)}
@@ -141,7 +142,9 @@ def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
 def describe(change: Change) -> str:
     """A change in one line: what died, the new degrees, what moved from where, how long each phase took."""
     parts = []
-    if change.lost:
+    if change.left:
+        parts.append(f"{name_slots(change.lost)} left ({change.left})")
+    elif change.lost:
         parts.append(f"{name_slots(change.lost)} lost")
     if joined := _joined(change):
         parts.append(f"{name_slots(joined)} joined")
@@ -164,7 +167,7 @@ def describe(change: Change) -> str:
         steps = f"{change.gone_back} step{'s' if change.gone_back != 1 else ''}"
         lines.append(f"no replica holds all of it: back {steps} to the neighbours' copies, which are done again")
     # `step` counts committed steps, so the one that goes on has that number counted from 0
-    lines.append(f"step {change.step} goes on")
+    lines.append(f"step {change.step} goes on" if not change.left else f"no step was held up: step {change.step}")
     return "; ".join(lines)
 
 

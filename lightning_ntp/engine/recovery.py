@@ -28,6 +28,7 @@ from lightning_ntp.comm import (
     ShardedState,
 )
 from lightning_ntp.engine.consistency import all_equal
+from lightning_ntp.engine.planned import PlannedLeave
 from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
@@ -54,6 +55,7 @@ class Change:
         sources: The slots that sent them.
         seconds: How long each phase took on this rank: agree, rebuild, reshard.
         gone_back: How many steps the job went back, to the neighbours' copies: they are done again now.
+        left: Why the slots of ``lost`` are gone, if they have left as planned.
     """
 
     before: Topology
@@ -64,6 +66,7 @@ class Change:
     sources: tuple[int, ...]
     seconds: dict[str, float] = field(default_factory=dict)
     gone_back: int = 0
+    left: str = ""
 
 
 class Released(Exception):
@@ -105,6 +108,7 @@ class RecoveryEngine:
         self._staged: tuple[int, Resharding | Restoring] | None = None
         self.copies: NeighbourCopies | None = None
         """What neighbours keep of each other's shards: the way back when a unit has no holder left."""
+        self.planned: PlannedLeave | None = None
         self._pending: Recovery | None = None
         self._own: Mapping[str, Any] = {}
         """What this rank has brought to the last change."""
@@ -141,6 +145,67 @@ class RecoveryEngine:
         """Attach what :meth:`will_attach` has announced, unless that was done meanwhile."""
         if self._catch_up is not None:
             self._catch_up()
+
+    # ---- planned changes --------------------------------------------------------------------------------------
+
+    def may_leave(self, slot: int) -> str:
+        """Why a slot cannot leave as planned; empty if it can. The same on all ranks."""
+        topology = self._layout
+        if slot not in topology.slots:
+            return f"slot {slot} is not alive; live slots are {list(topology.slots)}"
+        if topology.world_size == 1:
+            return f"slot {slot} is the last rank of the job"
+        decision = decide(topology, [slot], self.policy, (), ())
+        if not decision.goes_on or decision.released:
+            least = self.policy.min_tensor_parallel_size
+            return (
+                f"without slot {slot} its replica would fall below min_tensor_parallel_size={least}, and be dropped"
+                " with its healthy ranks"
+            )
+        return ""
+
+    def plan_leave(self, slot: int, reason: str) -> None:
+        """Begin to prepare for the leave of a slot, beside the next step. All members call it at the same step."""
+        assert self._model is not None and self.planned is None
+        self.planned = PlannedLeave(self._runtime, self._model, self._states, self._layout, slot, reason)
+
+    def switch(self, gradients: bool) -> bool:
+        """Make the planned change. Collective over all members; see :meth:`PlannedLeave.switch`.
+
+        Returns:
+            False on the rank that leaves.
+
+        Raises:
+            Interrupted: If the membership changes first.
+        """
+        planned = self.planned
+        assert planned is not None
+        stays = planned.switch(gradients)
+        self.planned = None
+        if stays:
+            self._layout = planned.after
+            if self.copies is not None:
+                self.copies.renew()
+            change = Change(
+                planned.before,
+                planned.after,
+                (planned.slot,),
+                self.committed,
+                planned.moved,
+                planned.sources,
+                planned.seconds,
+                left=planned.reason,
+            )
+            self._on_change(change)
+        return stays
+
+    def drop_planned(self) -> None:
+        """Nothing comes of a planned change."""
+        planned, self.planned = self.planned, None
+        if planned is not None:
+            planned.drop()
+
+    # ---- losses -----------------------------------------------------------------------------------------------
 
     def operation_result(self, number: int) -> str | None:
         """The result of operation ``number`` (:class:`~lightning_ntp.engine.operations.Operations`), if a survivor of
@@ -234,6 +299,7 @@ class RecoveryEngine:
         return found
 
     def _recover(self) -> Recovery:
+        self.drop_planned()
         if self.copies is not None:
             self.copies.abandon()  # before the process groups are let go
         self._own = self._record()

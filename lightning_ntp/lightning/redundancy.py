@@ -60,7 +60,7 @@ class Redundancy:
         """Of a fit: keep what must be done again after going back."""
         self._transaction = transaction
         transaction.keep_history(lambda: self.copies.oldest)
-        transaction.on_commit = self._step_done
+        transaction.on_commit.append(self._step_done)
         transaction.lose_way = self._lose_way
 
     def check_memory(self, optimizers: Iterable[Optimizer]) -> None:

@@ -48,8 +48,10 @@ class StopTogether:
         self._generation, self._leave = generation, leave
         self._request = StopRequest()
         self._told = 0
-        self.riders: Riders | None = None
-        """Whoever else has something to say in the vote of a step."""
+        self.riders: list[Riders] = []
+        """Whoever else has something to say in the vote of a step; the same on all ranks."""
+        self.drain: Callable[[str], bool] = lambda reason: False
+        """Lets this rank leave as planned in one of the next steps; False if it cannot."""
 
     def install(self, trainer: Trainer) -> None:
         """Take the signals over, and Lightning's own handling of them."""
@@ -64,10 +66,12 @@ class StopTogether:
         """The last collective of a step: who returns from it knows that all ranks have complete gradients."""
         generation = self._generation()
         topology = generation.topology
-        riding = self.riders.ballot() if self.riders is not None else ()
+        own = self._own(training=True)
+        said = [rider.ballot() for rider in self.riders]
+        riding = [number for numbers in said for number in numbers]
         # one number for all, then two for each replica: the largest and the smallest checksum of its random states
         ballot = torch.full((1 + 2 * len(topology.replicas) + len(riding),), _SILENT, dtype=torch.int64)
-        ballot[0] = self._own()
+        ballot[0] = own
         if generation.degree > 1:
             checksum = _random_checksum(generation.device)
             ballot[1 + 2 * generation.replica] = checksum
@@ -88,8 +92,10 @@ class StopTogether:
                     " were drawn on some ranks only, in a callback that acts on rank 0, say. Masks of dropout would"
                     " differ between tensor-parallel peers: draw from a torch.Generator of your own there"
                 )
-        if self.riders is not None:
-            self.riders.counted(tuple(checksums[len(checksums) - len(riding) :]))
+        heard = checksums[len(checksums) - len(riding) :]
+        for rider, numbers in zip(self.riders, said, strict=True):
+            rider.counted(tuple(heard[: len(numbers)]))
+            heard = heard[len(numbers) :]
 
     def stop_if_told(self, trainer: Trainer) -> None:
         """Before a training batch.
@@ -108,10 +114,12 @@ class StopTogether:
             generation.life.check("vote")
         self._stop(told, trainer)
 
-    def _own(self) -> int:
+    def _own(self, training: bool = False) -> int:
         """The signal that the job was sent, as far as this rank knows."""
         if self._request.is_alone():
-            self._leave("SIGTERM to it alone")
+            if not (training and self.drain("SIGTERM to it alone")):
+                self._leave("SIGTERM to it alone")
+            return 0
         return 0 if self._request.is_undecided() else self._request.stop_requested() or 0
 
     def _agree(self, group: dist.ProcessGroup | None) -> int:

@@ -41,6 +41,7 @@ from lightning_ntp.lightning.batches import Batches
 from lightning_ntp.lightning.checkpoint_io import WholeFileIO
 from lightning_ntp.lightning.collectives import ReplicaCollectives
 from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
+from lightning_ntp.lightning.draining import Draining
 from lightning_ntp.lightning.environment import NTPEnvironment, device_number
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.launcher import NTPLauncher
@@ -176,6 +177,7 @@ class NTPStrategy(ParallelStrategy):
         self._survival: Survival | None = None
         self._with_copies = redundancy == "neighbor"
         self._redundancy: Redundancy | None = None
+        self._draining: Draining | None = None
         # methods rather than lambdas: the strategy is pickled for spawned ranks
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
         self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
@@ -422,6 +424,39 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
+        if transaction is not None:
+            assert self._runtime is not None
+            draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
+            self._stop.riders, self._stop.drain = [draining], self._drain_self
+            transaction.on_commit.append(draining.step_done)
+            automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+            transaction.on_gradients = lambda: draining.change(gradients=automatic)
+
+    def drain(self, slot: int, reason: str = "") -> None:
+        """Let a slot leave as planned, in one of the next training steps: no step is lost and none is done again.
+
+        Its units travel to the others beside a step, which is finished without it. The rank ends with exit code 0. On
+        any rank, from any callback; a request outside of training waits for the next steps.
+
+        Args:
+            slot: Who leaves, see ``trainer.strategy.topology``.
+            reason: Why, for the log.
+
+        Raises:
+            ValueError: If there is no such slot alive, or the job could not go on without it; says why.
+            RuntimeError: Outside of a fit.
+        """
+        if self._draining is None:
+            raise RuntimeError(f"drain(slot={slot}): ranks can leave as planned only while a fit is running")
+        self._draining.request(slot, reason)
+
+    def _drain_self(self, reason: str) -> bool:
+        assert self._draining is not None
+        try:
+            self._draining.request(self.generation.slot, reason)
+        except ValueError:
+            return False
+        return True
 
     def _set_up_redundancy(self, fits: bool) -> None:
         """From now on neighbours keep copies of each other's shards."""
@@ -433,7 +468,7 @@ class NTPStrategy(ParallelStrategy):
         self._survival.engine.copies = redundancy.copies
         if self._survival.transaction is not None:
             redundancy.keep_history(self._survival.transaction)
-        self._stop.riders = redundancy
+        self._stop.riders.append(redundancy)
         redundancy.copy_now(0)
 
     def _all_states(self) -> list[ShardedState]:
@@ -594,6 +629,8 @@ class NTPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        if self._draining is not None:
+            self._draining.forget()
         self._compare_copies()
         if self._redundancy is not None:
             assert self._survival is not None
@@ -885,7 +922,7 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
-        self._stop.riders = None
+        self._stop.riders, self._draining = [], None
         if self._survival is not None:
             if self._is_done():
                 # nobody leaves while others may still need what it holds

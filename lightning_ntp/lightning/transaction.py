@@ -99,8 +99,13 @@ class Transaction:
         """How often a step was begun again."""
         self.history: History | None = None
         """The steps that may have to be done again, where neighbours keep copies."""
-        self.on_commit: Callable[[int], None] = lambda committed: None
+        self.on_commit: list[Callable[[int], None]] = []
         """Called after every step, with the number of steps; not for steps that are done again."""
+        self.on_gradients: Callable[[], None] = lambda: None
+        """Called in every step once all gradients are synced, before hooks, clipping and the vote; in manual
+        optimization before the step begins. May change the layout, and the membership may interrupt it.
+        """
+        self._stepping = False
         self.lose_way: Callable[[str], None] = lambda why: None
         """Called when the steps so far cannot be done again."""
         self.redoing = False
@@ -191,8 +196,12 @@ class Transaction:
         before = window.position
 
         def once() -> T:
-            with self._update_ends():
-                return run()
+            self._stepping = True
+            try:
+                with self._update_ends():
+                    return run()
+            finally:
+                self._stepping = False
 
         def may_replay(failure: Failure) -> None:
             if window.position == before:
@@ -213,6 +222,8 @@ class Transaction:
 
         def once() -> T:
             self._swallowed = None
+            if not self.redoing:
+                self.on_gradients()
             output = run()
             if self._swallowed is not None:
                 raise self._swallowed  # the user's own `except` has caught it
@@ -275,7 +286,10 @@ class Transaction:
             if replaying:
                 window.restore(position)
             replaying = True
-            return closure.rerun()
+            result = closure.rerun()
+            if self._stepping and not self.redoing:
+                self.on_gradients()
+            return result
 
         result = self._until_done(window, once, position)
         window.position = position + 1
@@ -433,7 +447,8 @@ class Transaction:
         if forward:
             self._recovery.complete()
         elif not self.redoing:
-            self.on_commit(self._recovery.committed)
+            for listener in self.on_commit:
+                listener(self._recovery.committed)
 
     # ---- doing steps again ------------------------------------------------------------------------------------
 

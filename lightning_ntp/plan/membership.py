@@ -18,7 +18,7 @@ from typing import Literal
 
 from lightning_ntp.plan.topology import Topology
 
-Kind = Literal["dead", "left", "standby", "admit", "retry", "commit"]
+Kind = Literal["dead", "left", "standby", "admit", "retry", "commit", "switch"]
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,15 @@ class Entry:
 
     kind: Kind
     slot: int = -1
-    """``dead``, ``left``, ``standby``, ``admit``: whose."""
+    """``dead``, ``left``, ``standby``, ``admit``: whose. ``switch``: who leaves with it."""
     uid: str = ""
     """Of the process in that slot; a ``dead`` entry for an earlier incarnation changes nothing."""
     reason: str = ""
     """For people: "SIGKILL", "finished", the error behind a retry."""
     round: int = 0
     """``commit``: the round that everybody has joined. ``retry``: the commit of the generation that failed. ``left``:
-    the commit of the generation that ends with it; 0 if nobody waits for who leaves."""
+    the commit of the generation that ends with it; 0 if nobody waits for who leaves. ``switch``: the commit of the
+    generation in which everybody is ready for the next one."""
     at: float = 0.0
     """``time.monotonic()`` of the writer, in seconds: comparable on one machine."""
     nonce: str = ""
@@ -135,6 +136,8 @@ class Roster:
             if entry.round != self.commit or self.commit < 0 or self.interrupted:
                 return seen
             return replace(seen, change=here, broken=here, retries=(*self.retries, entry))
+        if entry.kind == "switch":
+            return self._switched(entry, seen)
         if entry.kind == "commit":
             if entry.round != self.change or self.settled or not self.members:
                 return seen
@@ -154,6 +157,22 @@ class Roster:
             broken=seen.position if entry.kind == "dead" or entry.round else self.broken,
             departures=(*self.departures, Departure(entry.slot, entry.uid, entry.kind, entry.reason, entry.at)),
             retries=(),
+        )
+
+    def _switched(self, entry: Entry, seen: Roster) -> Roster:
+        """A planned change, which interrupts nobody: all members had said that they are ready for it.
+
+        Void if anything has changed since: then the members are those of before, and recover together.
+        """
+        uid = self.members.get(entry.slot)
+        if entry.round != self.commit or not self.settled or uid is None or uid not in ("", entry.uid):
+            return seen
+        return replace(
+            seen,
+            members={slot: each for slot, each in self.members.items() if slot != entry.slot},
+            commit=seen.position,
+            topology=self.topology.lose([entry.slot])[0],
+            departures=(*self.departures, Departure(entry.slot, entry.uid, "left", entry.reason, entry.at)),
         )
 
     def _next_topology(self) -> Topology:

@@ -48,6 +48,7 @@ class Job:
         strategy: Settings of NTPStrategy.
         trainer: Settings of the Trainer.
         settings: Of the module.
+        drains: (slot that asks, slot that is to leave, steps that are done): a planned leave.
         copy_cost: What neighbours' copies may cost, as a share of the steps, if not what the package allows.
     """
 
@@ -61,6 +62,7 @@ class Job:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    drains: tuple[tuple[int, int, int], ...] = ()
     copy_cost: float | None = None
 
     @property
@@ -131,6 +133,18 @@ class Ledger(Callback):
         self.changes.append(change)
 
 
+class Drains(Callback):
+    """Asks for planned leaves."""
+
+    def __init__(self, drains: tuple[tuple[int, int, int], ...]) -> None:
+        self._drains = {(leaver, step) for asks, leaver, step in drains if asks == slot()}
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        for leaver, step in sorted(self._drains):
+            if step == trainer.global_step:
+                trainer.strategy.drain(leaver, "maintenance")
+
+
 class Gate(Callback):
     """At a phase of a step every rank waits until the test opens the gate."""
 
@@ -189,7 +203,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, FaultInjector(faults)],
+        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, Drains(job.drains), FaultInjector(faults)],
     )
     trainer.fit(module, DataLoader(Samples(job.samples), batch_size=PER_REPLICA, shuffle=True))
     found = {
@@ -280,7 +294,7 @@ _undisturbed: dict[str, Result] = {}
 
 def undisturbed(world: Worlds, job: Job, directory: Path) -> Result:
     """The same job without its faults, run once per session."""
-    peaceful = replace(job, faults=(), deaths=(), gate=None)
+    peaceful = replace(job, faults=(), deaths=(), gate=None, drains=())
     key = repr(peaceful)
     if key not in _undisturbed:
         result = run(world, peaceful, directory / f"undisturbed-{len(_undisturbed)}")

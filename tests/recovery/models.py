@@ -241,3 +241,20 @@ class NoRoom(Automatic):
 
         redundancy.available_bytes = lambda: 0
         return super().configure_optimizers()
+
+
+class AsksForTheImpossible(Automatic):
+    """Asks for leaves that cannot be."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for slot, told in (
+            (7, "slot 7 is not alive; live slots are [0, 1, 2, 3]"),
+            ("2", "is no slot's number"),
+            (1, "would fall below min_tensor_parallel_size=2"),
+        ):
+            try:
+                self.trainer.strategy.drain(slot, "no reason")
+            except ValueError as error:
+                assert told in str(error), error
+            else:
+                raise AssertionError(f"slot {slot} may leave")

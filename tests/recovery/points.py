@@ -9,7 +9,9 @@ from typing import Any
 
 POINTS = ("agree", "joined", "rebuild", "rebuilt", "receive", "received", "vote", "installed")
 """Before it has joined the agreement; once it has joined; while groups are being built; when they are; before shards
-move; when they have, before the vote on them; when it has passed that vote; after it has installed its shards."""
+move; when they have, before the vote on them; when it has passed that vote; after it has installed its shards. Of a
+planned leave there are "built", "travelled", "gradients" and "switched": when the groups for it are there; when shards
+have moved; when gradients have, too; once all have agreed to it."""
 
 
 def install(deaths: Iterable[tuple[str, int]]) -> None:
@@ -21,6 +23,7 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
     from lightning_ntp.comm import neighbour_copies, reshard
     from lightning_ntp.comm.generation import Generation
     from lightning_ntp.comm.membership import Membership
+    from lightning_ntp.engine.planned import PlannedLeave
     from lightning_ntp.engine.recovery import RecoveryEngine
 
     places: dict[str, tuple[Any, str, bool]] = {
@@ -32,11 +35,15 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
         "received": (reshard.Resharding, "receive", False),
         "vote": (RecoveryEngine, "_install", True),
         "installed": (RecoveryEngine, "_install", False),
+        "built": (PlannedLeave, "_travel", True),
+        "travelled": (PlannedLeave, "_travel", False),
+        "gradients": (reshard.Resharding, "travel_gradients", False),
+        "switched": (Membership, "switch", False),
     }
     for point, number in deaths:
         owner, name, before = places[point]
         setattr(owner, name, _dying(getattr(owner, name), number, before))
-        if owner is reshard.Resharding:  # the way back to neighbours' copies has the same points
+        if point in ("receive", "received"):  # the way back to neighbours' copies has the same points
             back = neighbour_copies.Restoring
             setattr(back, name, _dying(getattr(back, name), number, before))
 
