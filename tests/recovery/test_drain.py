@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_ntp.engine.events import read_events
-from tests.recovery.jobs import Job, Result, Worlds, survives
+from tests.recovery.jobs import EXACT, Job, Result, Worlds, survives
+from tests.recovery.test_modes import BOUNDS, MODES
 
 
 def events(result: Result) -> list[str]:
