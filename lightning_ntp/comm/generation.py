@@ -204,13 +204,16 @@ class Generation:
         return left
 
     def make_group(self, name: str) -> InterruptibleGroup:
-        """Connect another group of all members, which torch does not know. Collective, in any thread.
+        """Connect another group of all members, beside whatever is at work. Collective, in any thread.
 
         Raises:
             RuntimeError: If a member does not come in time.
         """
         store = PrefixStore(f"generation/{self.name}/more", self._guard.borrow())
         group = self._show(self._wrap(self._build(name, store, self.topology.slots), name, name), name)
+        # torch looks there for what to say of a collective that fails; all entries go with the generation
+        c10d._world.pg_map[group] = (dist.Backend(self._backend), store)
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
         self._users.add(group)
         return group
 

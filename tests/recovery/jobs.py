@@ -109,6 +109,9 @@ class Ledger(Callback):
             self._write(trainer, module, "committed")
             module.ids.clear()
 
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        self._write(trainer, module, "tried")  # a rank that leaves as planned comes no further
+
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
         self._write(trainer, module, "tried")
 
@@ -252,7 +255,9 @@ class Result:
                 parts = seen.setdefault((entry["epoch"], entry["step"]), {})
                 known = parts.setdefault(entry["replica"], entry["ids"])
                 assert known == entry["ids"], f"tensor-parallel peers trained on other samples: {known}, {entry}"
-        for entry in lines:
+        # the last try counts: earlier micro-batches of a step have tried before
+        last = {(e["epoch"], e["step"], e["replica"]): e for e in lines if e["what"] == "tried"}
+        for entry in last.values():
             # a replica that died in its update had voted; if the step was begun again, others have its samples
             parts = seen.get((entry["epoch"], entry["step"]), {})
             if entry["replica"] not in parts and not {*entry["ids"]} & {i for part in parts.values() for i in part}:
