@@ -91,7 +91,8 @@ def why_not_written(error: OSError) -> str:
     """The reason as the operating system gives it."""
     name = errno.errorcode.get(error.errno or 0, "")
     reason = error.strerror or str(error) or type(error).__name__
-    return f"{reason} ({name})" if name else reason
+    reason = f"{reason} ({name})" if name else reason
+    return f"{reason}: {error.filename}" if error.filename is not None else reason
 
 
 class _WatchedFile(io.FileIO):

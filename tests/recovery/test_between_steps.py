@@ -88,7 +88,8 @@ def test_what_is_given_to_the_strategy_draws_the_same_again(world: Worlds, dies:
 
 def test_what_is_not_is_an_error_that_says_where_and_what_to_do(world: Worlds, tmp_path: Path) -> None:
     result = run(world, replace(JOB, settings={"dies": ((3, 2),), "repeats": False}), tmp_path)
-    # the other replica goes on to its next step, which cannot end without this one
     (error,) = {e for e in errors_of(result, {0, 1, 2}) if "NotRepeated" in e}
-    assert "NotRepeated: slot 3 died (SIGKILL) while Sampling.draw (test_between_steps.py:" in error, error
+    assert "NotRepeated: slot 3 died (SIGKILL) while Sampling.on_train_batch_end (test_between_steps.py:" in error, (
+        error
+    )
     assert "`result = self.trainer.strategy.repeat(lambda: self(batch))`, see docs/recovery.md" in error

@@ -51,7 +51,7 @@ def test_a_directory_that_the_next_rank_zero_cannot_write_to_is_named(tmp_path: 
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr
     (reason,) = _reasons(done)
     assert f"the checkpoint {tmp_path}/kept/" in reason and "slot 1 could not write it: " in reason, reason
-    assert re.search(r"\((EEXIST|ENOTDIR)\)", reason), reason
+    assert re.search(rf"\((EEXIST|ENOTDIR)\): {tmp_path}/kept\. ", reason), reason
     assert done.stderr.count(" lost: degrees") == 1, "the death is survived, and no other rank given up"
 
 

@@ -125,15 +125,29 @@ class FaultInjector(Callback):
         self._slowing = {}
         self._arm(-1)
 
+    def _check_slots(self) -> None:
+        for fault in self.faults:
+            if fault.slot >= self._slots:
+                raise ValueError(f"the fault ({fault}) is for slot {fault.slot}, but there are {self._slots} slots")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._arm(trainer.global_step)
 
     def _arm(self, start: int) -> None:
         """Wait for the faults of a fit that starts at a step, and of what comes after the fit."""
-        for fault in self.faults:
-            if fault.slot >= self._slots:
-                raise ValueError(f"the fault ({fault}) is for slot {fault.slot}, but there are {self._slots} slots")
         self._waiting = [
             fault
             for fault in self.faults
