@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.lightning.rigs import assert_same, slot
-from tests.recovery.jobs import EXACT, Job, Worlds, assert_returned, numbers, run, undisturbed
+from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Samples, Worlds, assert_returned, numbers, run, undisturbed
 from tests.recovery.models import CONTEXT, HIDDEN, Automatic
 from tests.recovery.test_endings import errors_of
 
@@ -63,6 +64,25 @@ class Sampling(Automatic):
         return self.trainer.strategy.reduce(x.sum(), reduce_op="mean")  # type: ignore[return-value]
 
 
+class AfterValidation(Sampling):
+    """Draws at the end of every validation, and in its batches, which are repeated as a whole anyway."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(8), batch_size=PER_REPLICA)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        self.log("val", self.loss(batch, batch_idx) + 0 * strategy.repeat(self.draw), batch_size=len(batch[2]))
+
+    def on_validation_epoch_end(self) -> None:
+        strategy: Any = self.trainer.strategy
+        self.log("drawn", strategy.repeat(self.draw))
+        self.log("draws", float(len(self.drawn)))
+
+
 JOB = Job((2, 2), module=f"{__name__}:Sampling")
 
 
@@ -84,6 +104,26 @@ def test_what_is_given_to_the_strategy_draws_the_same_again(world: Worlds, dies:
     assert_same(got.first["parameters"], want.first["parameters"], EXACT, "parameters")
     assert_same(numbers(got.rows()), numbers(want.rows()), 1e-6, "rows")
     assert got.first["changes"] == len(dies)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize(
+    ("degrees", "death"),
+    # a loop: two batches of three forwards each, then three more; the first is the sanity check
+    [((2, 2), (3, 8)), ((2, 2), (0, 5)), ((2, 2), (1, 9 + 7)), ((1, 2), (0, 9 + 8)), ((1, 2), (0, 9 + 2))],
+    ids=str,
+)
+def test_it_may_be_in_evaluation_too(world: Worlds, degrees: Any, death: Any, tmp_path: Path) -> None:
+    job = Job(degrees, module=f"{__name__}:AfterValidation", trainer={"num_sanity_val_steps": 2})
+    want = undisturbed(world, job, tmp_path)
+    got = run(world, replace(job, settings={"dies": (death,)}), tmp_path / "disturbed")
+    assert_returned(got, {death[0]})
+    assert got.first["changes"] == 1
+    for number, found in got.survivors.items():
+        assert [e.get("draws") for e in found["logged"]] == [e.get("draws") for e in want.survivors[number]["logged"]]
+        if 0 not in got.first["degrees"]:
+            assert_same(found["logged"], want.survivors[number]["logged"], EXACT, f"logged in slot {number}")
+    assert_same(got.first["parameters"], want.first["parameters"], EXACT, "parameters")
 
 
 def test_what_is_not_is_an_error_that_says_where_and_what_to_do(world: Worlds, tmp_path: Path) -> None:
