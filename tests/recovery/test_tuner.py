@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 
 from tests.harness import Outcome
@@ -170,3 +173,52 @@ def scale(callback: bool) -> None:
 def test_the_batch_size_scaler_is_refused_with_a_reason(world: Worlds, callback: bool) -> None:
     for outcome in world(3, fresh=True).start(scale, callback).survive(60):
         assert outcome.state == "raised" and "not supported with distributed strategies" in outcome.error
+
+
+class Midway(LearningRateFinder):
+    """Searches before the second epoch, as Lightning's documentation shows."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
+class Logging(Momentum):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+
+def search_midway(directory: str, victim: int) -> Any:
+    """Search in the middle of a fit; the victim dies in the search."""
+    finder = Midway(num_training_steps=TRIALS, update_attr=False, **SEARCH)
+    logger = CSVLogger(directory, name="", version="rows")
+    trainer = make_trainer((2, 1), callbacks=[finder], logger=logger, max_epochs=6, log_every_n_steps=1)
+    strategy: Any = trainer.strategy
+    syncs = itertools.count(1)
+
+    def reach(phase: str) -> None:
+        if phase == "sync" and next(syncs) == 9 and slot() == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    strategy.fault_points.append(reach)
+    trainer.fit(Logging(lr=0.01), loader((2, 1), 4 * 4))
+    assert finder.optimal_lr is not None
+    return finder.optimal_lr.results, trainer.global_step
+
+
+@pytest.mark.chaos
+def test_a_loss_in_a_search_in_the_middle_of_training_keeps_the_rows_of_before(world: Worlds, tmp_path: Path) -> None:
+    found = {}
+    for victim in (-1, 0):
+        outcomes = world(3, fresh=True).start(search_midway, str(tmp_path / str(victim)), victim).survive(60)
+        states = [(o.slot, o.state, o.error, o.output[-2000:]) for o in outcomes]
+        assert [o.state for o in outcomes].count("returned") == 3 - (victim >= 0), states
+        with open(tmp_path / str(victim) / "rows" / "metrics.csv", newline="") as file:
+            found[victim] = (outcomes[1].value, [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)])
+    assert len(found[-1][1]) == 6 * 4 and len(found[-1][0][0]["loss"]) == TRIALS
+    assert_same(found[0], found[-1], EXACT)
