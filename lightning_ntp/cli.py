@@ -59,14 +59,32 @@ def build(args: Sequence[str] | None = None, run: bool = True) -> "LightningCLI"
     from lightning_ntp._autoload import autoload
 
     autoload()  # for TORCH_DEVICE_BACKEND_AUTOLOAD=0
-    return LightningCLI(
-        LightningModule,
-        LightningDataModule,
-        subclass_mode_model=True,
-        subclass_mode_data=True,
-        # A second run in the same directory is ordinary here (ranks re-run the command, runs are resumed).
-        save_config_kwargs={"overwrite": True},
-        parser_kwargs={"version": f"lightning-ntp {version('lightning-ntp')}"} if run else {},
-        args=list(args) if args is not None else None,
-        run=run,
-    )
+    try:
+        return LightningCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            # A second run in the same directory is ordinary here (ranks re-run the command, runs are resumed).
+            save_config_kwargs={"overwrite": True},
+            parser_kwargs={"version": f"lightning-ntp {version('lightning-ntp')}"} if run else {},
+            args=list(args) if args is not None else None,
+            run=run,
+        )
+    except ValueError as error:
+        refusal = _refusal_in(error)
+        if not refusal:
+            raise
+    print(f"lightning-ntp: error: {refusal}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def _refusal_in(error: ValueError) -> str:
+    """What a class of the configuration has said of its arguments; empty if this is another error.
+
+    jsonargparse 4.53 tries whatever the type allows (``Union[str, Strategy]``), and its error lists what each try said.
+    """
+    lines = str(error).splitlines()
+    if not lines or "Does not validate against any of the Union subtypes" not in lines[0]:
+        return ""
+    return "; ".join(line[4:] for line in lines if line.startswith("  - ") and not line.startswith("  - Expected a "))

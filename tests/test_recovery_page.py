@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from lightning_ntp import cli
+from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
 from tests.lightning.rigs import Regression, Worlds, loader, make_trainer
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +36,8 @@ def names(word: str) -> dict[str, Any]:
 
 
 def test_every_block_is_run_by_a_test_here() -> None:
-    assert [language for language, _ in BLOCKS] == ["python", "python", "bash", "python", "python", "python", "yaml"]
+    languages = [language for language, _ in BLOCKS]
+    assert languages == ["python", "python", "python", "bash", "python", "python", "python", "yaml"]
 
 
 def test_the_settings_are_those_of_the_strategy() -> None:
@@ -65,16 +67,16 @@ def test_the_plan_command_prints_what_the_page_says(
 
 def train(output: str) -> dict[str, Any]:
     curriculum, average = names("class Curriculum")["Curriculum"](), names("class Average")["Average"]()
-    injector = names("certain =")["certain"]
-    trainer = make_trainer(
-        (2, 1), max_steps=STEPS, max_epochs=-1, callbacks=[curriculum, average, injector], default_root_dir=output
-    )
+    injector, sampler = names("certain =")["certain"], names("class Sampler")["Sampler"]()
+    callbacks = [curriculum, average, sampler, injector]
+    trainer = make_trainer((2, 1), max_steps=STEPS, max_epochs=-1, callbacks=callbacks, default_root_dir=output)
     trainer.fit(Regression(), loader((2, 1), 4 * STEPS))
     trainer.save_checkpoint(f"{output}/saved.ckpt", weights_only=False)
     strategy: Any = trainer.strategy
     full = strategy.full_state(average.state)
     again = strategy.local_state(strategy.broadcast(full))
     assert all(torch.equal(again[p]["average"], values["average"]) for p, values in average.state.items())
+    assert sampler.sample.shape == (1, 1)
     return {"shown": curriculum.shown, "losses": len(curriculum.losses), "degrees": strategy.degrees}
 
 
@@ -92,7 +94,7 @@ def test_the_hooks_of_the_page_see_a_loss_and_count_right(world: Worlds, tmp_pat
 def test_the_random_faults_are_kills_anywhere_in_a_step() -> None:
     injector = names("certain =")["random"]
     assert injector.kinds == ("kill",) and len(injector.phases) == 8
-    assert all(f"`{phase}`" in PAGE for phase in injector.phases)
+    assert all(f"`{phase}`" in PAGE for phase in PHASES)
 
 
 def test_the_yaml_makes_the_same_injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

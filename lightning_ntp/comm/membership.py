@@ -117,6 +117,11 @@ class Membership:
         with self.changed:
             self.roster = replace(self.roster, start=topology, topology=topology)
 
+    def why_over(self) -> str:
+        """Why the current generation is over, for people."""
+        with self.changed:
+            return describe_end(self.roster)
+
     # ---- errors of collectives --------------------------------------------------------------------------------
 
     def explain(self, life: Life, error: RuntimeError) -> RuntimeError:

@@ -21,6 +21,10 @@ STORE_LOST_EXIT_CODE = 75
 
 _CALL_SECONDS = 30.0
 """A store call that takes longer counts as a store that is gone: a reply takes well under a millisecond."""
+_LOOK_SECONDS = 1.0
+"""Between looks at the running calls."""
+_END_SECONDS = 1.0
+"""If the launching process is gone, its fork server says so, once, and ends all ranks within this time."""
 
 _T = TypeVar("_T")
 
@@ -42,7 +46,7 @@ class StoreGuard:
         self._host, self._port, self._timeout, self._who = host, port, timeout, who
         self._running: dict[int, float] = {}
         self._spare: queue.SimpleQueue[TCPStore] = queue.SimpleQueue()
-        self._stop = threading.Event()
+        self._closing, self._stop = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ntp-store-guard", daemon=True)
         self._thread.start()
 
@@ -75,7 +79,7 @@ class StoreGuard:
         def make() -> None:
             with contextlib.suppress(RuntimeError):
                 for _ in range(count - self._spare.qsize()):
-                    if not self._stop.is_set():
+                    if not self._closing.is_set():
                         self._spare.put(self.client())
 
         background.run("ntp-store-stock", make)
@@ -97,27 +101,38 @@ class StoreGuard:
         Raises:
             StoreLostError: If :meth:`close` was called before.
         """
-        if self._stop.is_set():
+        if self._closing.is_set():
             raise StoreLostError(why)
+        time.sleep(_END_SECONDS)
         first_line = why.splitlines()[0][:200] if why else ""
-        print(
-            f"{self._who}: the job's store at {self._host}:{self._port} cannot be reached any more ({first_line});"
-            " its supervisor is gone or hangs. This rank ends, since it cannot agree with the others on anything.",
-            file=sys.stderr,
-            flush=True,
+        self._end(
+            f"cannot be reached any more ({first_line}); its supervisor is gone or hangs. This rank ends, since it"
+            " cannot agree with the others on anything."
         )
-        os._exit(STORE_LOST_EXIT_CODE)
 
     def close(self) -> None:
-        """From now on a lost store is no news."""
-        self._stop.set()
+        """From now on a lost store is no news, but calls of it are still watched."""
+        self._closing.set()
 
     def join(self) -> None:
         """Wait for the watching thread to end."""
+        self._stop.set()
         self._thread.join(5.0)
 
+    def _end(self, why: str) -> NoReturn:
+        print(f"{self._who}: the job's store at {self._host}:{self._port} {why}", file=sys.stderr, flush=True)
+        os._exit(STORE_LOST_EXIT_CODE)
+
     def _watch(self) -> None:
-        while not self._stop.wait(1.0):
-            oldest = min(list(self._running.values()), default=None)
-            if oldest is not None and time.monotonic() - oldest > _CALL_SECONDS and not self._stop.is_set():
-                self.lost(f"no answer within {_CALL_SECONDS:g} s")
+        before = time.monotonic()
+        while not self._stop.wait(_LOOK_SECONDS):
+            now = time.monotonic()
+            if now - before > 2 * _LOOK_SECONDS:
+                # this process was stopped too: a call that was under way has had no time
+                self._running.update(dict.fromkeys(list(self._running), now))
+            before = now
+            if now - min(list(self._running.values()), default=now) > _CALL_SECONDS:
+                self._end(
+                    f"has given no answer within {_CALL_SECONDS:g} s: the launching process, which hosts it, is stopped"
+                    " or hangs. This rank ends, since it cannot agree with the others on anything."
+                )

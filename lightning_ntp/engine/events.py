@@ -6,6 +6,7 @@ The schema of ``events.jsonl`` is in ``docs/events.md``.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import time
@@ -18,6 +19,8 @@ from lightning_ntp.plan.policy import name_slots, show_degrees
 
 if TYPE_CHECKING:
     from lightning_ntp.engine.recovery import Change
+
+log = logging.getLogger("lightning_ntp")
 
 FILE_NAME = "events.jsonl"
 PHASES = {
@@ -36,7 +39,8 @@ class EventLog:
 
     All ranks may call it alike; only the one that ``writes`` at that moment does, so that a rank which becomes rank 0
     goes on in the same file. No file stays open: events are rare, and a rank may die or be forked at any moment. A line
-    is appended by one system call (``O_APPEND``), so a killed rank leaves all of it or nothing.
+    is appended by one system call (``O_APPEND``): a killed rank leaves all of it or nothing. If it cannot be written, a
+    warning says so once, and training goes on.
 
     Args:
         path: The file; its directory is made when the first event is written.
@@ -47,6 +51,8 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str], slot: int, writes: Callable[[], bool]) -> None:
         self.path = Path(path)
         self._slot, self._writes = slot, writes
+        self._told = False
+        """That the file cannot be written."""
 
     def write(self, event: str, *, step: int | None = None, monotonic: float | None = None, **details: Any) -> None:
         """Append one event.
@@ -74,7 +80,14 @@ class EventLog:
         if taken := fixed.keys() & details.keys():
             raise ValueError(f"event {event!r}: the fields {sorted(taken)} are set for every event")
         line = json.dumps({**fixed, **_plain(details)}, allow_nan=False) + "\n"
-        self._append(line.encode())
+        try:
+            self._append(line.encode())
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "%s cannot be written: %s; training goes on, its events are lost", self.path, error.strerror
+                )
 
     def write_change(self, change: Change) -> None:
         """Append the events of a membership change that is complete: deaths, phases and the change itself.

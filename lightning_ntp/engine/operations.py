@@ -43,22 +43,42 @@ class Operations:
         self._result: object = None
         self._inside: list[object] | None = None
         self._again: list[object] = []
+        self._running = False
 
-    def run(self, operation: Callable[[], T]) -> T:
-        """Run a collective that has no effect until it returns, and may be called again.
+    @property
+    def completed(self) -> int:
+        """How many this rank has completed."""
+        return self._completed
+
+    @property
+    def inside(self) -> bool:
+        """Whether a piece of work is under way that is done again as a whole."""
+        return self._inside is not None or self._running
+
+    def run(self, operation: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
+        """Run a collective that may be called again. Others inside of it are part of it.
+
+        Args:
+            operation: The collective.
+            undo: Undoes what a run has changed that is followed by another one.
 
         Raises:
             JobLost: If the job cannot go on.
-            Interrupted: Between :meth:`enter` and :meth:`leave` only.
+            Interrupted: Between :meth:`enter` and :meth:`leave`, and inside of another operation, only.
         """
+        if self._running:
+            return operation()
         if self._again:
             return self._again.pop(0)  # type: ignore[return-value]
-        result = self._complete(operation)
+        result = self._complete(operation, undo)
         self._completed += 1
         self._result = result
         if self._inside is not None:
             self._inside.append(result)
         return result
+
+    def _result_of_others(self) -> str | None:
+        return self._recovery.engine.operation_result(self._completed + 1)
 
     def enter(self) -> None:
         """A piece of work begins that is done again as a whole if it is interrupted, with the operations in it."""
@@ -82,20 +102,29 @@ class Operations:
         encoded = base64.b64encode(pickle.dumps(self._result)).decode()
         return {"operation": self._completed, "result": encoded}
 
-    def _complete(self, operation: Callable[[], T]) -> T:
+    def _complete(self, operation: Callable[[], T], undo: Callable[[], None]) -> T:
+        undone = True
         while True:
-            found = self._recovery.engine.operation_result(self._completed + 1)
+            found = self._result_of_others()
             if found is not None:
                 result: T = pickle.loads(base64.b64decode(found))
                 return result
+            if not undone:
+                undo()
+            undone, self._running = False, True
             try:
                 return operation()
             except Interrupted as error:
                 if self._inside is not None:
                     raise
                 interruption = error
+            finally:
+                self._running = False
             # outside of the `except` block: the frames of the failed attempt are free
             self._recovery.agree(interruption)
+            if self._result_of_others() is None:
+                undo()  # before the shards move: what was remembered is of the layout of then
+                undone = True
             self._recovery.complete()
             if self._recovery.engine.over:
                 return None  # type: ignore[return-value]

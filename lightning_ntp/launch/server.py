@@ -106,6 +106,12 @@ class ForkServer:
             if self._channel.closed or os.getppid() != self._parent_pid:
                 kill_trees(set(self._ranks))
                 shutil.rmtree(job_dir, ignore_errors=True)
+                with contextlib.suppress(OSError):  # its terminal may be gone too
+                    print(
+                        f"lightning_ntp: the launching process (pid {self._parent_pid}) is gone, and all ranks with it",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 return None
 
     def _fork(self, program: Program, start: Start) -> bool:

@@ -173,6 +173,8 @@ class Supervisor:
         # As many threads in all as there are cores; torch reads this when it is imported, in the server.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.ranks)))
+        # A lost connection would be told in forty lines of C++; also read when torch is imported.
+        environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return environment
 
     def _watch(self, server: ServerProcess, job_dir: Path) -> None:

@@ -39,7 +39,7 @@ class ReplicaCollectives:
     def barrier(self) -> None:
         self.run("barrier", self._wait)
 
-    def together(self, what: str, act: Callable[[], T]) -> T:
+    def together(self, what: str, act: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Do something collective in which some ranks are done before others have begun, then wait for all.
 
         Who passes the wait knows that all have done it. The result stays on each rank: it may differ, and may be too
@@ -48,6 +48,7 @@ class ReplicaCollectives:
         Args:
             what: For errors.
             act: Called on all ranks, once more if anybody dies meanwhile.
+            undo: Undoes what ``act`` has changed, before it is called once more.
         """
         done: list[T] = []
 
@@ -55,7 +56,7 @@ class ReplicaCollectives:
             done[:] = [act()]
             self._wait()
 
-        self.run(what, attempt)
+        self.run(what, attempt, undo)
         return done[0]
 
     def gather_for_rank_zero(self, gather: Callable[[], T]) -> T:
@@ -108,6 +109,17 @@ class ReplicaCollectives:
 
         return self.run("reduce_boolean_decision", decided)
 
+    def highest(self, value: Callable[[], int]) -> int:
+        """The highest number of all ranks; asked again when the collective is repeated."""
+
+        def reduced() -> int:
+            generation = self._generation()
+            found = torch.tensor(value(), device=generation.device)
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=generation.world)
+            return int(found)
+
+        return self.run("the highest number", reduced)
+
     def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
         if sync_grads and tensor.requires_grad:
             self._check("all_gather")
@@ -126,11 +138,11 @@ class ReplicaCollectives:
             transaction.check_may_communicate(what)
         return transaction
 
-    def run(self, what: str, operation: Callable[[], T]) -> T:
+    def run(self, what: str, operation: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
         """Run a collective which nobody completes before all have entered it: inside of a step as a part of it, and
         repeated between steps.
         """
         transaction = self._check(what)
         if transaction is not None and transaction.open:
             return operation()
-        return self._operations().run(operation)
+        return self._operations().run(operation, undo)

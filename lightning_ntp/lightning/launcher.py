@@ -27,6 +27,7 @@ from lightning_ntp.launch import Outcome, Supervisor, is_rank
 from lightning_ntp.launch.call import Call
 from lightning_ntp.launch.report import install_excepthook, report
 from lightning_ntp.launch.supervisor import StartMethod, result_of
+from lightning_ntp.lightning.private import is_tuner_exit
 
 
 class LaunchableStrategy(Protocol):
@@ -181,6 +182,8 @@ def _run_in_this_rank(
     try:
         return function(*args, **kwargs)
     except BaseException as error:
+        if is_tuner_exit(error):
+            raise
         # Before the caller runs callbacks: one of them may wait for a peer that never comes, or end the process.
         cause = strategy.judge(error)
         report(cause)

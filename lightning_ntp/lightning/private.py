@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from lightning.fabric.utilities.seed import (
     pl_worker_init_function,
 )
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.callbacks import ModelSummary as SummaryCallback
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.optimization.automatic import Closure
@@ -24,6 +26,8 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.tuner.lr_finder import _LRCallback
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 
@@ -333,6 +337,71 @@ def patch_prepare_data(trainer: Trainer, repeat: Callable[[Callable[[], None]], 
     connector = trainer._data_connector
     prepare = partial(type(connector).prepare_data, connector)
     connector.prepare_data = partial(repeat, prepare)  # type: ignore[method-assign]
+
+
+def patch_restore(trainer: Trainer, together: Callable[[Callable[[], None]], None]) -> None:
+    """Let all ranks load a checkpoint together when that happens in the middle of a run.
+
+    2.6.6: the learning-rate finder calls ``_CheckpointConnector.restore`` once it is done, and nobody else does here.
+    """
+    connector = trainer._checkpoint_connector
+    restore = partial(type(connector).restore, connector)
+
+    def restore_together(*args: Any, **kwargs: Any) -> None:
+        together(partial(restore, *args, **kwargs))
+
+    connector.restore = restore_together  # type: ignore[method-assign]
+
+
+def patch_lr_finder() -> None:
+    """Let the learning-rate finder look at the loss of the global batch, whichever rank is rank 0, where the strategy
+    has a method ``whole_loss``.
+
+    2.6.6: ``_LRCallback.on_train_batch_end`` takes the loss out of ``outputs``, each rank its own, and the results of
+    rank 0 count.
+    """
+    inner = _LRCallback.on_train_batch_end
+    if hasattr(inner, "_ntp_inner"):
+        return
+
+    def on_train_batch_end(
+        self: Any, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        if outputs and hasattr(trainer.strategy, "whole_loss"):
+            loss = outputs if isinstance(outputs, torch.Tensor) else outputs["loss"]
+            outputs = {"loss": trainer.strategy.whole_loss(loss)}
+        inner(self, trainer, pl_module, outputs, *args, **kwargs)
+
+    on_train_batch_end._ntp_inner = inner  # type: ignore[attr-defined]
+    _LRCallback.on_train_batch_end = on_train_batch_end  # type: ignore[method-assign]
+
+
+def is_tuner_exit(error: BaseException) -> bool:
+    """2.6.6: what the tuner raises, on all ranks, to leave ``fit`` when it is done. No error."""
+    return isinstance(error, _TunerExitException)
+
+
+def patch_links(
+    trainer: Trainer, put_link: Callable[[str, str], None], together: Callable[[Callable[[], None]], None]
+) -> None:
+    """Make the link ``last.ckpt`` once more if a rank is lost meanwhile: it may have been the one that makes it.
+
+    2.6.6: ``ModelCheckpoint._link_checkpoint(trainer, filepath, linkpath)`` does so on rank 0, removing what is there
+    first, then all ranks meet in a barrier.
+
+    Args:
+        trainer: Its callbacks are patched, but for those with a method of their own.
+        put_link: Makes a link to the first path at the second one.
+        together: Calls a function on all ranks, again if anybody dies meanwhile, and waits for all.
+    """
+
+    def link(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        if os.path.abspath(filepath) != os.path.abspath(linkpath):
+            together(lambda: put_link(filepath, linkpath) if trainer.is_global_zero else None)
+
+    for callback in trainer.checkpoint_callbacks:
+        if getattr(type(callback), "_link_checkpoint", None) is ModelCheckpoint._link_checkpoint:
+            callback._link_checkpoint = link  # type: ignore[attr-defined]
 
 
 def before_train_end(trainer: Trainer, act: Callable[[], None]) -> None:

@@ -12,10 +12,12 @@ Private parts of Lightning used here were read in 2.6.6.
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,10 @@ from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgre
 from lightning.pytorch.core.saving import load_hparams_from_yaml
 from lightning.pytorch.loggers.csv_logs import CSVLogger, ExperimentWriter
 from lightning.pytorch.loggers.logger import Logger
+
+from lightning_ntp.lightning.checkpoint_io import why_not_written
+
+log = logging.getLogger("lightning_ntp")
 
 
 def share_logger_versions(trainer: Trainer, broadcast: Callable[[Any], Any]) -> None:
@@ -59,10 +65,10 @@ def remember_rows(trainer: Trainer) -> None:
             logger.log_metrics = rows  # type: ignore[method-assign]
         rows.trainer = trainer
         if isinstance(logger, FabricCSVLogger) and logger._experiment is not None:
-            _rewrite_atomically(logger._experiment)
+            _write_whole_rows(logger._experiment)
 
 
-def take_over_rank_zero(trainer: Trainer, running: bool = True) -> None:
+def take_over_rank_zero(trainer: Trainer, loggers: Sequence[Logger] = (), running: bool = True) -> None:
     """Go on with loggers and progress bar where the rank 0 that died has left them.
 
     Call it once ``rank_zero_only.rank``, ``trainer.global_rank`` and ``trainer.world_size`` are the new ones, and after
@@ -70,12 +76,13 @@ def take_over_rank_zero(trainer: Trainer, running: bool = True) -> None:
 
     Args:
         trainer: The trainer.
+        loggers: More than the trainer has now: a learning-rate finder takes them away while it runs.
         running: Whether its loops run already. If not, they will show the progress bar; the files of an earlier run in
             the same script are gone on with in any case.
     """
     # 2.6.6: `_LoggerConnector.log_metrics` takes this number unless the user logs a "step"
     next_step = trainer.fit_loop.epoch_loop._batches_that_stepped
-    for logger in trainer.loggers:
+    for logger in (*trainer.loggers, *(each for each in loggers if each not in trainer.loggers)):
         if isinstance(logger, FabricCSVLogger):
             _go_on_in_csv(logger, _rows_of(logger), next_step)
         elif isinstance(logger, FabricTensorBoardLogger):
@@ -104,6 +111,8 @@ class _Rows:
     logger: Logger
     count: int = 0
     """Rows logged so far."""
+    told: bool = False
+    """That they cannot be written."""
     highest: int = -1
     """The highest step of the rows that are not remembered any more."""
     before: list[_Row] = field(default_factory=list)
@@ -121,10 +130,18 @@ class _Rows:
         self.write(self.newest[-1])
 
     def write(self, row: _Row) -> None:
-        """Log a row, in rank 0."""
-        type(self.logger).log_metrics(self.logger, metrics=row.metrics, step=row.step)
-        if isinstance(self.logger, FabricCSVLogger | FabricTensorBoardLogger):
-            self.logger.save()
+        """Log a row, in rank 0. If a file cannot be written, training goes on: the next rank 0 would meet the same."""
+        file = isinstance(self.logger, FabricCSVLogger | FabricTensorBoardLogger)
+        try:
+            type(self.logger).log_metrics(self.logger, metrics=row.metrics, step=row.step)
+            if file:
+                self.logger.save()
+        except OSError as error:
+            if not file:
+                raise
+            if not self.told:
+                self.told = True
+                log.warning("%s cannot be written: %s; training goes on", self.logger.log_dir, why_not_written(error))
 
 
 def _rows_of(logger: Logger) -> _Rows | None:
@@ -148,7 +165,7 @@ def _go_on_in_csv(logger: FabricCSVLogger, rows: _Rows | None, next_step: int) -
     with tempfile.TemporaryDirectory() as empty:
         writer = (ExperimentWriter if isinstance(logger, CSVLogger) else FabricWriter)(empty)
     writer.log_dir, writer.metrics_file_path = logger.log_dir, str(path)
-    _rewrite_atomically(writer)
+    _write_whole_rows(writer)
     logger._experiment = writer
     if isinstance(writer, ExperimentWriter):
         hparams = directory / ExperimentWriter.NAME_HPARAMS_FILE
@@ -196,26 +213,55 @@ def _cut(path: Path, goes: Callable[[int, int | None], bool]) -> tuple[list[str]
     return columns, kept
 
 
-def _rewrite_atomically(writer: FabricWriter) -> None:
-    """Let a writer that gets new columns put the new file in place of the old one at once.
+def _write_whole_rows(writer: FabricWriter) -> None:
+    """Let a writer that gets new columns put the new file in place of the old one at once, and keep rows in memory that
+    a full disk does not take.
 
     2.6.6: ``_ExperimentWriter._rewrite_with_new_header`` empties the file first; killed then, everything would be lost.
+    ``save`` forgets its ``metrics`` once they are written, and has taken their columns into ``metrics_keys`` before.
     """
     if "://" in writer.log_dir:
         return
     path = Path(writer.metrics_file_path)
+    size, told = 0, False
 
     def rewrite(columns: list[str]) -> None:
+        nonlocal size
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
         beside = path.with_name(f".{path.name}.new")
-        with open(beside, "w", newline="") as file:
-            new = csv.DictWriter(file, fieldnames=columns)
-            new.writeheader()
-            new.writerows(rows)
-        os.replace(beside, path)
+        try:
+            with open(beside, "w", newline="") as file:
+                new = csv.DictWriter(file, fieldnames=columns)
+                new.writeheader()
+                new.writerows(rows)
+            size = beside.stat().st_size
+            os.replace(beside, path)
+        except OSError:
+            beside.unlink(missing_ok=True)
+            raise
+
+    def save() -> None:
+        nonlocal size, told
+        existed, columns = path.exists(), list(writer.metrics_keys)
+        size = path.stat().st_size if existed else 0
+        try:
+            type(writer).save(writer)
+            told = False
+        except OSError as error:
+            writer.metrics_keys = columns
+            with contextlib.suppress(OSError):
+                os.truncate(path, size) if existed else path.unlink()  # no half rows
+            if not told:
+                told = True
+                log.warning(
+                    "%s cannot be written: %s; training goes on, and rows wait in memory until it can",
+                    path,
+                    why_not_written(error),
+                )
 
     writer._rewrite_with_new_header = rewrite  # type: ignore[method-assign,assignment]
+    writer.save = save  # type: ignore[method-assign]
 
 
 # ---- TensorBoard -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
 from lightning_ntp.lightning.batches import Batches
-from lightning_ntp.lightning.checkpoint_io import WholeFileIO
+from lightning_ntp.lightning.checkpoint_io import WholeFileIO, put_link
 from lightning_ntp.lightning.collectives import ReplicaCollectives
 from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
 from lightning_ntp.lightning.draining import Draining
@@ -52,6 +52,7 @@ from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.redundancy import Redundancy
+from lightning_ntp.lightning.snapshot import SnapshotRecorder
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
@@ -63,6 +64,8 @@ from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, pa
 from lightning_ntp.plan import Topology
 from lightning_ntp.plan.policy import RecoveryPolicy
 from lightning_ntp.plan.topology import as_degrees, as_size, resolve_degrees
+
+T = TypeVar("T")
 
 
 class NTPStrategy(ParallelStrategy):
@@ -173,7 +176,9 @@ class NTPStrategy(ParallelStrategy):
         """How many parameters each optimizer had when it was checked."""
         self.policy = RecoveryPolicy(min_tensor_parallel_size, max_failures, failure_window)
         self.fault_points: list[Callable[[str], None]] = []
-        """Called with "sync" and "vote" inside of a step, for fault injection."""
+        """Called with "sync" and "vote" inside of a step, and with "checkpoint" while one is written: for fault
+        injection.
+        """
         self._survival: Survival | None = None
         self._with_copies = redundancy == "neighbor"
         self._redundancy: Redundancy | None = None
@@ -183,6 +188,8 @@ class NTPStrategy(ParallelStrategy):
         self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
         self._batches = Batches(self._get_generation)
         self._stop = StopTogether(self._get_generation, self._leave)
+        self._removed: list[tuple[int, Any]] = []
+        """Checkpoints that rank 0 was to remove, with the number of operations completed before."""
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -351,10 +358,13 @@ class NTPStrategy(ParallelStrategy):
         self._runtime.repeat = self._collectives.run
         count_replicas_once()
         self._survival = survival_of(self._runtime)
-        self._survival.begin(trainer, self.policy, self._follow_change)
+        self._survival.begin(trainer, self.policy, self._follow_change, self._loaded_at)
         self._share_random_state()
         share_logger_versions(trainer, self.broadcast)
         private.patch_prepare_data(trainer, partial(self._collectives.run, "prepare_data"))
+        private.patch_restore(trainer, self._restore_together)
+        private.patch_lr_finder()
+        private.patch_links(trainer, put_link, partial(self._collectives.together, "a link to a checkpoint"))
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -376,6 +386,7 @@ class NTPStrategy(ParallelStrategy):
         if fits:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.sharded, module)
+            self._whole.forget_loaded()
             self._resumable = set()
             self._held = {optimizer: _count(optimizer) for optimizer in self.optimizers}
             if self._sync is not None:
@@ -478,7 +489,7 @@ class NTPStrategy(ParallelStrategy):
     def _states(self) -> list[ShardedState]:
         """What moves with the parameters."""
         assert self.sharded is not None and self._survival is not None
-        if self._whole.resumed and not self._survival.committed:
+        if any(record["loaded"] == self._survival.committed for record in self._survival.records.values()):
             return [*self._whole.registered]
         for optimizer in self.optimizers:
             checkpoints.check_optimizer_state(self.sharded, optimizer)  # in the first step nobody has looked yet
@@ -486,7 +497,7 @@ class NTPStrategy(ParallelStrategy):
 
     def _follow_change(self) -> None:
         assert self._runtime is not None and self._survival is not None
-        if self._whole.resumed and not self._survival.committed:
+        if self._loaded_at() == self._survival.committed:
             self._whole.load_again(self.optimizers)
         if self._sync is not None:
             assert self.sharded is not None
@@ -495,6 +506,9 @@ class NTPStrategy(ParallelStrategy):
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
         self.set_world_ranks()
+        for completed, path in self._removed if self.is_global_zero else ():
+            if completed == self._survival.operations.completed:
+                super().remove_checkpoint(path)  # the rank 0 that died may not have come to it
 
     def _cut(self, module: LightningModule) -> None:
         """Cut the model for this rank's place. Collective: all begin with rank 0's values."""
@@ -600,8 +614,8 @@ class NTPStrategy(ParallelStrategy):
         if self.generation.topology.world_size == 1:
             # Lightning 2.6.6 asks before a batch only where there are several ranks
             self._stop.stop_if_told(self.lightning_module.trainer)
-        if self._survival is not None and self._survival.committed:
-            self._whole.forget_resumed()
+        if self._survival is not None and self._loaded_at() != self._survival.committed:
+            self._whole.forget_loaded()
         progress.current().begin(Tag.STEP)
         output = self._transaction.training_step(partial(self._training_step, *args, **kwargs))
         if not self.lightning_module.automatic_optimization:
@@ -829,6 +843,46 @@ class NTPStrategy(ParallelStrategy):
         """
         return tensor.unsqueeze(0) if self._runtime is None else self._collectives.all_gather(tensor, sync_grads)
 
+    def repeat(self, act: Callable[[], T]) -> T:
+        """Do something collective between steps, such as a forward of the model, once more if a rank is lost meanwhile.
+
+        Call it on all ranks, in hooks: the model may be called on any number of batches inside. Random states, the
+        module's modes, metrics, buffers, plain attributes and logged values are as before when it is done once more;
+        files that it writes, say, are not. Inside of a step or of an evaluation batch, which are repeated as a whole,
+        it is simply called.
+
+        Args:
+            act: What to do.
+
+        Returns:
+            What ``act`` has returned on this rank.
+
+        Example::
+
+            def on_validation_epoch_end(self):
+                text = self.trainer.strategy.repeat(lambda: self.sample(self.prompt))
+        """
+        survival = self._survival
+        if survival is None or survival.operations.inside or self._transaction is not None and self._transaction.open:
+            return act()
+        assert self.lightning_module is not None
+        recorder = SnapshotRecorder(self.lightning_module.trainer, self.root_device, [survival.rows.remember])
+        snapshot, modes = recorder.take(), {m: m.training for m in self.lightning_module.modules()}
+
+        def undo() -> None:
+            snapshot.restore()
+            for module, training in modes.items():
+                module.training = training
+
+        return self._collectives.together("something to repeat", act, undo)
+
+    def whole_loss(self, loss: Tensor) -> Tensor:
+        """The loss of the global batch, from this replica's loss of the last step. Call it on all ranks."""
+        share = self._batches.loss_share()
+        parts = torch.stack([loss.detach().double() * share, torch.tensor(share, dtype=torch.float64)])
+        total = self._collectives.reduce(parts, "sum")
+        return total[0] / total[1]
+
     # ---- state ------------------------------------------------------------------------------------------------
 
     @override
@@ -860,17 +914,48 @@ class NTPStrategy(ParallelStrategy):
         assert self.lightning_module is not None
 
         def write(content: dict[str, Any]) -> None:
+            writer = self.checkpoint_io if self.is_global_zero else None
+            if isinstance(writer, WholeFileIO):
+                writer.half_way = partial(self._reach, "checkpoint")
+            else:
+                self._reach("checkpoint")
             super(NTPStrategy, self).save_checkpoint(content, filepath, storage_options)
 
         if self._runtime is None:
             write(checkpoint)
         else:
             with progress.current().within(Tag.CHECKPOINT):
-                self._whole.save(self.lightning_module, checkpoint, write)
+                self._whole.save(self.lightning_module, checkpoint, write, str(filepath))
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._survival is not None:
+            completed = self._survival.operations.completed
+            self._removed = [(completed, filepath), *(each for each in self._removed if each[0] == completed)]
+        super().remove_checkpoint(filepath)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._whole.load_optimizers(self.optimizers, checkpoint)
+        committed = self._survival.committed if self._survival is not None else 0
+        self._whole.load_optimizers(self.optimizers, checkpoint, committed)
+
+    def _loaded_at(self) -> int:
+        return self._whole.loaded_at(self._survival.committed) if self._survival is not None else -1
+
+    def _restore_together(self, restore: Callable[[], None]) -> None:
+        """Load a checkpoint into the cut model, on all ranks, again if anybody dies meanwhile."""
+
+        def load() -> None:
+            self.barrier()  # nobody loads while others may still move what they had
+            self._whole.loading = True
+            restore()
+
+        try:
+            self._collectives.together("restoring a checkpoint", load)
+        finally:
+            self._whole.loading = False
+        if self._redundancy is not None and self._survival is not None:
+            self._redundancy.copy_now(self._survival.committed)  # what neighbours keep is of another course
 
     def register_state(self, state: ShardedState) -> Callable[[], None]:
         """Let state per parameter outside of the optimizers, such as moving averages, move when shards move.

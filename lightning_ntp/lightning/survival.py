@@ -10,17 +10,21 @@ import logging
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import lightning
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import Logger
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.report import describe, report
+from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import remember_rows, take_over_rank_zero
@@ -34,6 +38,25 @@ class OutOfMemoryAfterShrink(RuntimeError):
     """A replica's shards have become too large for its devices."""
 
     __plain_reason__ = True  # no bug: the supervisor prints the message alone
+
+
+class NotRepeated(RuntimeError):
+    """A rank was lost while a hook between steps waited for it."""
+
+    __plain_reason__ = True  # no bug: the supervisor prints the message alone
+
+
+def _users_place(error: BaseException) -> str:
+    """Where in the user's own code an exception has come from, for people."""
+    ours = {Path(lightning.__file__).parent, Path(torch.__file__).parent, Path(__file__).parents[1]}
+    place, hook = "code", False
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        foreign = not ours & {*Path(code.co_filename).parents}
+        if foreign and hook:
+            place = f"{getattr(code, 'co_qualname', code.co_name)} ({Path(code.co_filename).name}:{line})"
+        hook = Path(lightning.__file__).parent in Path(code.co_filename).parents
+    return place
 
 
 class Survival:
@@ -59,22 +82,31 @@ class Survival:
         self.evaluation: Evaluation | None = None
         self._trainer: Trainer | None = None
         self._follow: Callable[[], None] = lambda: None
+        self._loaded: Callable[[], int] = lambda: -1
+        self._callbacks: list[Any] = []
+        self._loggers: list[Logger] = []
         self._events: engine.EventLog | None = None
         self._replaying_since: float | None = None
         self._loops = 0
         self._forwards = False
         """The change that is under way found this rank in the vote on a step that others had committed."""
 
-    def begin(self, trainer: Trainer, policy: RecoveryPolicy, follow: Callable[[], None]) -> None:
+    def begin(
+        self, trainer: Trainer, policy: RecoveryPolicy, follow: Callable[[], None], loaded: Callable[[], int]
+    ) -> None:
         """A run begins: from now on a rank that is lost interrupts the others, and they go on.
 
         Args:
             trainer: The running trainer.
             policy: What the user allows.
             follow: Lets the strategy follow a change, before anybody else hears of it.
+            loaded: At which step optimizer states were loaded from a checkpoint; -1 if they were not.
         """
         self.end()
-        self._trainer, self._follow, self.engine.policy = trainer, follow, policy
+        self._trainer, self._follow, self._loaded, self.engine.policy = trainer, follow, loaded, policy
+        # a learning-rate finder replaces them while it runs
+        self._callbacks = list(trainer.callbacks)  # type: ignore[attr-defined]
+        self._loggers = list(trainer.loggers)
         self._events = None
         progress.current().forget_done()
         self._runtime.announce_recoverable()
@@ -116,6 +148,8 @@ class Survival:
         """
         if not isinstance(error, Exception):
             return error
+        if isinstance(error, Interrupted):
+            return self._not_repeated(error)
         topology, slot = self._runtime.generation.topology, self._runtime.slot
         replica = self._runtime.generation.replica
         degree, at_launch = topology.degrees[replica], self._runtime.launched.degrees[replica]
@@ -125,7 +159,8 @@ class Survival:
                 f" {at_launch}, and each of its ranks now holds {at_launch / degree:.2f} times as much of the model and"
                 f" of its activations. Giving up this rank too would only make the others' shares larger. Start again"
                 f" with smaller batches, activation checkpointing or min_tensor_parallel_size={degree + 1}"
-                f" ({self._newest_checkpoint()}). It said: {str(error).splitlines()[0] if str(error) else repr(error)}"
+                f" ({newest_checkpoint(self._trainer)})."
+                f" It said: {str(error).splitlines()[0] if str(error) else repr(error)}"
             )
         found = describe(error)
         if not (found.echo or found.plain) and self._runtime.membership.stands_alone(
@@ -137,6 +172,15 @@ class Survival:
             sys.stderr.flush()
             os._exit(1)
         return error
+
+    def _not_repeated(self, error: Interrupted) -> NotRepeated:
+        return NotRepeated(
+            f"{self._runtime.membership.why_over()} while {_users_place(error)} called the model, or another"
+            " collective, outside of steps and evaluation batches: nobody but you knows what to do again there. Give it"
+            " to the strategy, on all ranks, and such a loss is survived: `result ="
+            " self.trainer.strategy.repeat(lambda: self(batch))`, see docs/recovery.md"
+            f" ({newest_checkpoint(self._trainer)})"
+        )
 
     # ---- what the transaction asks for --------------------------------------------------------------------------
 
@@ -212,7 +256,7 @@ class Survival:
         evaluation = self.evaluation.record() if self.evaluation is not None else idle
         operations = self.operations.record()
         progress = int(operations["operation"]) + int(evaluation["passed"])
-        return {**operations, "evaluation": evaluation, "progress": progress}
+        return {**operations, "evaluation": evaluation, "progress": progress, "loaded": self._loaded()}
 
     def _write(self, event: str, **details: Any) -> None:
         if self._events is not None:
@@ -226,7 +270,7 @@ class Survival:
         except engine.PolicyForbids as error:
             raise JobLost(f"{error}; a checkpoint of the last complete step is at {self._save()}") from None
         except JobLost as error:
-            raise JobLost(f"{error} ({self._newest_checkpoint()})") from None
+            raise JobLost(f"{error} ({newest_checkpoint(self._trainer)})") from None
 
     def leave(self, reason: str) -> NoReturn:
         """Leave the job for good. The others go on; no callback of this rank may run any more."""
@@ -243,17 +287,6 @@ class Survival:
         self._trainer.save_checkpoint(path, weights_only=False)
         return path
 
-    def _newest_checkpoint(self) -> str:
-        paths = [
-            path
-            for callback in (self._trainer.checkpoint_callbacks if self._trainer is not None else ())
-            for path in (getattr(callback, "last_model_path", ""), getattr(callback, "best_model_path", ""))
-            if path and os.path.exists(path)
-        ]
-        if not paths:
-            return "this run has saved none"
-        return f"newest checkpoint: {max(paths, key=os.path.getmtime)}"
-
     def _changed(self, change: engine.Change) -> None:
         """The members have changed and the shards have moved: everything that knew the old generation follows."""
         trainer = self._trainer
@@ -262,7 +295,7 @@ class Survival:
         self._follow()
         if trainer.is_global_zero and not was_zero:
             # at once: Lightning's next look at a logger would begin its file anew
-            take_over_rank_zero(trainer, running=self._events is not None)
+            take_over_rank_zero(trainer, self._loggers, running=self._events is not None)
         if self._events is not None:
             self._events.write_change(change)
             if self._forwards:
@@ -272,7 +305,8 @@ class Survival:
             gone = [r for r in change.before.live_replicas if r not in change.after.live_replicas]
             if gone and self.transaction is not None:
                 log.warning("metrics of this epoch that only replica %s had accumulated are partial", gone)
-        for listener in (trainer.lightning_module, *trainer.callbacks):  # type: ignore[attr-defined]
+        added = [each for each in trainer.callbacks if each not in self._callbacks]  # type: ignore[attr-defined]
+        for listener in (trainer.lightning_module, *self._callbacks, *added):
             hook = getattr(listener, "on_topology_change", None)
             if hook is not None:
                 hook(change)

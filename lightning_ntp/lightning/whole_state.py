@@ -13,9 +13,13 @@ from lightning_ntp import engine
 from lightning_ntp.comm import Generation, ShardedState, gather_full
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.checkpoint_io import CheckpointError, newest_checkpoint, why_not_written
 from lightning_ntp.lightning.collectives import ReplicaCollectives
 from lightning_ntp.lightning.registered_state import RegisteredState, full_state, local_state
 from lightning_ntp.parallel import ShardedModel
+
+_GONE = 2
+"""What was gathered is gone with the generation: gather again."""
 
 
 class WholeState:
@@ -36,6 +40,9 @@ class WholeState:
         self._model, self._generation, self._collectives = model, generation, collectives
         self.registered = RegisteredState()
         self._resumed: list[Mapping[str, Any]] = []
+        self._resumed_at = 0
+        self.loading = False
+        """All ranks are about to load a checkpoint or have begun to: their optimizer states may differ."""
         self._gathered = (0, "")
         """The identity of the last state dict, and the generation that it was gathered in."""
 
@@ -64,7 +71,7 @@ class WholeState:
         )
 
     def save(
-        self, module: LightningModule, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None]
+        self, module: LightningModule, checkpoint: dict[str, Any], write: Callable[[dict[str, Any]], None], path: str
     ) -> None:
         """Write a checkpoint on rank 0. If a rank is lost meanwhile, rank 0 may be another one, with nothing to save or
         half a file: then it is gathered and written once more.
@@ -73,38 +80,74 @@ class WholeState:
             module: Of the running trainer.
             checkpoint: What this rank was given to save.
             write: Writes it, on rank 0.
+            path: Where.
+
+        Raises:
+            CheckpointError: If rank 0 could not write it, on all ranks.
         """
+        failure: list[str] = []
 
         def is_gone() -> bool:
             state, generation = self._gathered
             return state == id(checkpoint.get("state_dict")) and generation != self._generation().name
 
+        def state() -> int:
+            return _GONE if is_gone() else len(failure)
+
         while True:
-            if not self._collectives.decide(is_gone, all_=False):
-                write(checkpoint)
-                if not self._collectives.decide(is_gone, all_=False):
-                    return
+            if self._collectives.highest(state) != _GONE:
+                try:
+                    write(checkpoint)
+                except OSError as error:
+                    failure.append(f"slot {self._generation().slot} could not write it: {why_not_written(error)}")
+                found = self._collectives.highest(state)
+                if found != _GONE:
+                    break
+            failure.clear()
             checkpoint = private.dump_checkpoint(module.trainer, "optimizer_states" not in checkpoint)
+        if found:
+            # known to rank 0 alone, unless that has died since
+            why = self._collectives.broadcast(failure[0] if failure else "it could not be written", 0)
+            raise CheckpointError(
+                f"the checkpoint {path} was not saved: {why}. Any other rank would meet the same, so the job ends; a"
+                " file that was there before is as it was. See to the directory, then start again"
+                f" ({newest_checkpoint(module.trainer)})"
+            )
 
-    def load_optimizers(self, optimizers: list[Optimizer], checkpoint: Mapping[str, Any]) -> None:
-        """Cut the optimizer states of a checkpoint."""
-        self._resumed = list(checkpoint["optimizer_states"])
-        self.load_again(optimizers)
+    def load_optimizers(self, optimizers: list[Optimizer], checkpoint: Mapping[str, Any], committed: int) -> None:
+        """Cut the optimizer states of a checkpoint.
 
-    def load_again(self, optimizers: list[Optimizer]) -> None:
-        """After a change: the loaded optimizer states, cut for the present layout. Does nothing if there are none."""
-        for optimizer, state in zip(optimizers, self._resumed, strict=True) if self._resumed else ():
+        Args:
+            optimizers: They get them.
+            checkpoint: The checkpoint.
+            committed: The steps that are done.
+        """
+        self._resumed, self._resumed_at = list(checkpoint["optimizer_states"]), committed
+        for optimizer, state in zip(optimizers, self._resumed, strict=True):
             optimizer.load_state_dict(checkpoints.local_optimizer_state(self._cut, optimizer, state))
 
-    @property
-    def resumed(self) -> bool:
-        """Whether loaded optimizer states are kept. Ranks load them at different moments, so until the first step they
-        are loaded again after a change, rather than moved.
-        """
-        return bool(self._resumed)
+    def load_again(self, optimizers: list[Optimizer]) -> None:
+        """After a change: the loaded optimizer states, cut for the present layout. Does nothing if there are none.
 
-    def forget_resumed(self) -> None:
-        """A step is done."""
+        Learning rates stay as they are: they may have been set since.
+        """
+        for optimizer, state in zip(optimizers, self._resumed, strict=True) if self._resumed else ():
+            local = checkpoints.local_optimizer_state(self._cut, optimizer, state)
+            optimizer.load_state_dict({**local, "param_groups": optimizer.state_dict()["param_groups"]})
+
+    def loaded_at(self, committed: int) -> int:
+        """How many steps were done when optimizer states were loaded; -1 if they were not. Ranks load them at different
+        moments, so until a step is done they are loaded again after a change, rather than moved.
+
+        Args:
+            committed: The steps that are done.
+        """
+        if self.loading:
+            return committed
+        return self._resumed_at if self._resumed else -1
+
+    def forget_loaded(self) -> None:
+        """A step is done, or there are new optimizers."""
         self._resumed = []
 
     # ---- for users --------------------------------------------------------------------------------------------

@@ -153,3 +153,11 @@ def test_the_documentation_names_every_field_and_event() -> None:
     for name in (*EVENTS.values(), "death", "change", "time", "monotonic", "slot", "step", "degrees_after", "sources"):
         assert f"`{name}`" in text, name
     assert describe(change()).partition(";")[0] in text.replace("\n", " ")
+
+
+def test_a_full_disk_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog("/dev/full", 0, lambda: True)
+    for step in range(3):
+        log.write("replay", step=step, seconds=0.5)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("/dev/full cannot be written: No space left on device; training goes on")

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ntp.lightning.callbacks import fault_injector
 from lightning_ntp.lightning.callbacks.fault_injector import Fault, FaultInjector, InjectedFault
-from lightning_ntp.lightning.callbacks.fault_schedule import PHASES, draw_faults
+from lightning_ntp.lightning.callbacks.fault_schedule import OTHER_PHASES, STEP_PHASES, draw_faults
 
 LAYERS, STEPS = 4, 5
 
@@ -151,16 +151,16 @@ def test_an_interrupted_update_ends_as_any_other(kind: Any, monkeypatch: pytest.
 def test_every_phase_comes_in_the_order_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Net()
     recorder = Recorder(monkeypatch, module)
-    fit(FaultInjector([Fault("slow", 0, 1, phase, steps=2) for phase in reversed(PHASES)]), module)
-    assert [(s[0], s[1]) for s in recorder.seen] == [(phase, step) for step in (1, 2) for phase in PHASES]
+    fit(FaultInjector([Fault("slow", 0, 1, phase, steps=2) for phase in reversed(STEP_PHASES)]), module)
+    assert [(s[0], s[1]) for s in recorder.seen] == [(phase, step) for step in (1, 2) for phase in STEP_PHASES]
 
 
 def test_with_accumulation_steps_are_optimizer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Net()
     recorder = Recorder(monkeypatch, module)
-    faults = [Fault("kill", 0, 1, phase) for phase in PHASES]
+    faults = [Fault("kill", 0, 1, phase) for phase in STEP_PHASES]
     fit(FaultInjector(faults), module, accumulate_grad_batches=2, max_steps=3)
-    assert [(s[0], s[1]) for s in recorder.seen] == [(phase, 1) for phase in PHASES]
+    assert [(s[0], s[1]) for s in recorder.seen] == [(phase, 1) for phase in STEP_PHASES]
     assert module.steps_seen == [0, 0, 1, 1, 2, 2]
 
 
@@ -249,6 +249,94 @@ def test_faults_of_steps_before_a_checkpoint_do_not_happen(tmp_path: Path, monke
     assert [s[1] for s in recorder.seen] == [4]
 
 
+# ---- outside of steps ------------------------------------------------------------------------------------------------
+
+
+class Evaluated(Net):
+    """With validation, test and predict; notes where it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[str] = []
+
+    def on_validation_start(self) -> None:
+        self.trace.append("validation")
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.trace.append(f"validated {batch_idx}")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.trace.append("checkpoint")
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.trace.append(f"tested {batch_idx}")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trace.append(f"predicted {batch_idx}")
+        return batch[0]
+
+
+PLACES = {  # steps counted, and what the module has noted last
+    "sanity": (0, "validation"),
+    "validation_batch": (2, "validation"),
+    "validation_end": (2, "validated 1"),
+    "checkpoint": (2, "validated 1"),
+    "epoch_end": (2, "validated 1"),
+    "fit_end": (4, "checkpoint"),
+    "test": (4, "checkpoint"),
+    "predict": (4, "tested 1"),
+}
+
+
+@pytest.mark.parametrize("phase", OTHER_PHASES)
+def test_a_fault_outside_of_steps_happens_at_its_place(
+    phase: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, happened = Evaluated(), []
+
+    def happen(injector: FaultInjector, fault: Fault, step: int) -> None:
+        happened.append((fault.phase, module.trainer.global_step, module.trace[-1]))
+
+    monkeypatch.setattr(FaultInjector, "_happen", happen)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[FaultInjector([Fault("kill", 0, 0 if phase == "sanity" else 1, phase)])],
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        max_epochs=2,
+        num_sanity_val_steps=1,
+    )
+    data = DataLoader(TensorDataset(torch.ones(2, 2)))
+    trainer.fit(module, data, data)
+    trainer.test(module, data)
+    trainer.predict(module, data)
+    assert happened == [(phase, *PLACES[phase])]
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+def test_what_a_fit_starts_at_says_nothing_about_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, happened = Evaluated(), []
+    monkeypatch.setattr(FaultInjector, "_happen", lambda _, f, step: happened.append((f.phase, step)))
+    fit(FaultInjector(), max_steps=3).save_checkpoint(tmp_path / "three.ckpt")
+    faults = [Fault("kill", 0, 1, "epoch_end"), Fault("kill", 0, 1, "test")]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[FaultInjector(faults)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_steps=8,
+    )
+    data = DataLoader(TensorDataset(torch.ones(8, 2)))
+    trainer.fit(module, data, ckpt_path=str(tmp_path / "three.ckpt"))
+    trainer.test(module, data)
+    assert happened == [("test", 8)]
+
+
 # ---- kinds -----------------------------------------------------------------------------------------------------------
 
 
@@ -317,13 +405,13 @@ def _state(pid: int) -> str:
 
 def test_random_faults_are_the_same_for_the_same_seed_and_have_the_mean_that_was_asked_for() -> None:
     def some(seed: int) -> list[Any]:
-        return list(itertools.islice(draw_faults(20, seed, ("kill", "stop"), PHASES), 2000))
+        return list(itertools.islice(draw_faults(20, seed, ("kill", "stop"), STEP_PHASES), 2000))
 
     assert some(3) == some(3) != some(4)
     drawn = some(3)
     assert drawn[-1].step / len(drawn) == pytest.approx(20, rel=0.1)  # standard error 20 / sqrt(2000) = 2.2 %
     assert Counter(d.kind for d in drawn)["kill"] == pytest.approx(1000, rel=0.15)
-    assert {d.phase for d in drawn} == set(PHASES)
+    assert {d.phase for d in drawn} == set(STEP_PHASES)
     slots = Counter(d.among(range(4), 1.0, 1).slot for d in drawn)
     assert set(slots) == {0, 1, 2, 3} and min(slots.values()) > 400
 

@@ -73,6 +73,26 @@ def test_a_checkpoint_is_dumped_before_the_strategy_saves_it() -> None:
     assert "ifnotweights_only:" in code and 'checkpoint["optimizer_states"]=' in code
 
 
+def test_the_lr_finder_takes_losses_from_a_callback_and_restores_by_the_connector() -> None:
+    finder = importlib.import_module("lightning.pytorch.tuner.lr_finder")
+    callback = finder._LRCallback.on_train_batch_end
+    callback = getattr(callback, "_ntp_inner", callback)
+    assert parameters(callback) == ["self", "trainer", "pl_module", "outputs", "batch", "batch_idx"]
+    assert 'loss_tensor=outputsifisinstance(outputs,torch.Tensor)elseoutputs["loss"]' in source(callback)
+    code = source(finder._lr_find)
+    assert code.count("trainer._checkpoint_connector.restore(ckpt_path)") == 1
+    assert "trainer.callbacks=[_LRCallback(" in source(finder).replace("\n", "")
+    # what leaves `fit` when a tuner is done
+    call = importlib.import_module("lightning.pytorch.trainer.call")
+    assert "except_TunerExitException:" in source(call._call_and_handle_interrupt)
+
+
+def test_rank_zero_alone_links_a_checkpoint_and_all_wait_for_it() -> None:
+    link = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint._link_checkpoint
+    assert parameters(link) == ["trainer", "filepath", "linkpath"]
+    assert source(link).endswith("trainer.strategy.barrier()") and "os.symlink(" in source(link)
+
+
 def test_worker_seeds_depend_on_the_rank_given() -> None:
     assert parameters(seed.pl_worker_init_function) == ["worker_id", "rank"]
     connector = importlib.import_module("lightning.pytorch.trainer.connectors.data_connector")
@@ -340,6 +360,10 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_current_fx_name",
         "_logger_connector",
         "_checkpoint_connector",
+        "_LRCallback",
+        "_TunerExitException",
+        "_link_checkpoint",
+        "_ntp_inner",  # our own mark on the callback
         "_make_closure",
         "_optimizer_step",
         "_param_requires_grad_state",

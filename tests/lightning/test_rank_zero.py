@@ -7,6 +7,7 @@ without writing until it takes over. Loggers, bars and callbacks are Lightning's
 from __future__ import annotations
 
 import csv
+import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,6 +259,38 @@ def test_whenever_a_writer_is_killed_no_row_is_lost(tmp_path: Path, monkeypatch:
     run(1, [CSVLogger(tmp_path, version=0)], LearningRateMonitor("step"), TakesOver(5))
     assert left == sorted(left)
     assert len(left) > STEPS
+
+
+class Full(Callback):
+    """No file can grow beyond 80 bytes from one step to another."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.first:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (80, resource.RLIM_INFINITY))
+        if trainer.global_step == self.last:
+            self.on_train_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+@pytest.mark.parametrize("columns", [(), (LearningRateMonitor("step"),)])
+def test_rows_wait_while_the_disk_is_full(
+    columns: tuple[Callback, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(0, [CSVLogger(tmp_path / "whole", version=0)], *columns)
+    run(0, [CSVLogger(tmp_path, version=0)], *columns, Full(3, 7))
+    directory = tmp_path / "lightning_logs" / "version_0"
+    assert rows_of(directory / "metrics.csv") == rows_of(tmp_path / "whole/lightning_logs/version_0/metrics.csv")
+    assert sorted(path.name for path in directory.iterdir()) == ["hparams.yaml", "metrics.csv"]
+    said = [r.getMessage() for r in caplog.records if "cannot be written" in r.getMessage()]
+    assert said == [
+        f"{directory}/metrics.csv cannot be written: File too large (EFBIG); training goes on, and rows wait"
+        " in memory until it can"
+    ]
 
 
 def test_a_fabric_csv_logger_appends_too(tmp_path: Path) -> None:

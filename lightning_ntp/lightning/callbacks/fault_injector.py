@@ -1,4 +1,4 @@
-"""Rehearse faults: kill, stop, hang, break or slow down a rank at a chosen place of a chosen step."""
+"""Rehearse faults: kill, stop, hang, break or slow down a rank at a chosen place, in a step or outside."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from typing_extensions import override
 
 from lightning_ntp.launch import RankIdentity, is_rank
 from lightning_ntp.lightning.callbacks.fault_schedule import (
+    AFTER_FIT,
     KINDS,
     PHASES,
+    STEP_PHASES,
     Draw,
     Fault,
     Kind,
@@ -40,7 +42,8 @@ class FaultInjector(Callback):
     """Lets faults happen, so that a user can rehearse them. Put it last among the callbacks.
 
     A fault happens once in a process, in the first step at or after its own that reaches its phase, and not again when
-    that step is replayed. Faults of steps before the one that training starts at (from a checkpoint) never happen.
+    that step is replayed. Faults of steps before the one that training starts at (from a checkpoint) never happen, but
+    for those in test and predict.
 
     Args:
         faults: Which, at whom, where; mappings (from YAML) are taken too.
@@ -48,7 +51,7 @@ class FaultInjector(Callback):
             ranks draw the same faults. Slots fail alike, so with fewer left faults are rarer. The last one is spared.
         seed: Of the random faults.
         kinds: Of the random faults.
-        phases: Of the random faults.
+        phases: Of the random faults; anywhere in a step by default.
         max_faults: The most random faults; None for any number.
         seconds: How long a random ``slow`` fault sleeps in each step.
         steps: How many steps in a row a random ``slow`` fault lasts.
@@ -70,7 +73,7 @@ class FaultInjector(Callback):
         mtbf: float | None = None,
         seed: int = 0,
         kinds: Sequence[Kind] = ("kill",),
-        phases: Sequence[Phase] = PHASES,
+        phases: Sequence[Phase] = STEP_PHASES,
         max_faults: int | None = None,
         seconds: float = 1.0,
         steps: int = 1,
@@ -96,6 +99,8 @@ class FaultInjector(Callback):
         self.seconds, self.steps = seconds, steps
         self._slot, self._slots = 0, 1
         self._waiting: list[Fault] = []
+        self._over: set[Fault] = set()
+        """Of :attr:`faults`: those that have happened in this process."""
         self._slowing: dict[Fault, set[int]] = {}
         self._draws: Iterator[Draw] = iter(())
         self._next_draw: Draw | None = None
@@ -109,8 +114,6 @@ class FaultInjector(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
         self._trainer = trainer
         self._slot, self._slots = trainer.global_rank, trainer.world_size
         if is_rank():
@@ -119,15 +122,44 @@ class FaultInjector(Callback):
         points = getattr(trainer.strategy, "fault_points", None)
         if points is not None:
             points.append(self._reach)
+        self._slowing = {}
+        self._arm(-1)
+
+    def _check_slots(self) -> None:
+        for fault in self.faults:
+            if fault.slot >= self._slots:
+                raise ValueError(f"the fault ({fault}) is for slot {fault.slot}, but there are {self._slots} slots")
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._check_slots()
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._arm(trainer.global_step)
+
+    def _arm(self, start: int) -> None:
+        """Wait for the faults of a fit that starts at a step, and of what comes after the fit."""
+        self._waiting = [
+            fault
+            for fault in self.faults
+            if fault.slot == self._slot
+            and fault not in self._over
+            and (fault.step >= start or fault.phase in AFTER_FIT)
+        ]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         start = trainer.global_step
-        for fault in self.faults:
-            if fault.slot >= self._slots:
-                raise ValueError(f"the fault ({fault}) is for slot {fault.slot}, but there are {self._slots} slots")
-        self._waiting = [f for f in self.faults if f.step >= start and f.slot == self._slot]
-        self._slowing = {}
+        self._arm(start)
         if self.mtbf is not None:
             self._draws = draw_faults(self.mtbf, self.seed, self.kinds, self.phases)
             self._next_draw = next(each for each in self._draws if each.step >= start)
@@ -219,6 +251,42 @@ class FaultInjector(Callback):
         self._reach("batch_end")
 
     @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._reach("sanity" if trainer.sanity_checking else "validation_batch")
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._reach("validation_end")
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if not self._has_points(trainer):
+            self._reach("checkpoint")
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("epoch_end")
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reach("fit_end")
+
+    @override
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._reach("test")
+
+    @override
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._reach("predict")
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._unhook()
         for hook in self._step_hooks:
@@ -261,11 +329,15 @@ class FaultInjector(Callback):
                     continue  # this step is replayed
                 slept.add(step)
                 if len(slept) == fault.steps:
-                    self._waiting.remove(fault)
+                    self._finish(fault)
             else:
-                self._waiting.remove(fault)
+                self._finish(fault)
             if fault.kind == "slow" or fault in self.faults or self._others_live():
                 self._happen(fault, step)
+
+    def _finish(self, fault: Fault) -> None:
+        self._waiting.remove(fault)
+        self._over.add(fault)
 
     def _others_live(self) -> bool:
         assert self._trainer is not None

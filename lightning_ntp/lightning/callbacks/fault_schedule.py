@@ -12,12 +12,24 @@ Kind = Literal["kill", "stop", "hang", "raise", "slow"]
 """``kill``: SIGKILL. ``stop``: SIGSTOP, so the process is there but silent. ``hang``: Python sleeps for ever.
 ``raise``: an exception. ``slow``: sleeps for some seconds in each of some steps."""
 
-Phase = Literal["data", "forward", "backward", "sync", "vote", "between_vote_and_update", "update", "batch_end"]
+StepPhase = Literal["data", "forward", "backward", "sync", "vote", "between_vote_and_update", "update", "batch_end"]
 """Where in a step: once the batch is there; half-way through forward; half-way through backward; during gradient sync;
 in the vote; after it, before any parameter has changed; when half of the parameters have; after the step."""
 
+OtherPhase = Literal[
+    "sanity", "validation_batch", "validation_end", "checkpoint", "epoch_end", "fit_end", "test", "predict"
+]
+"""Where outside of steps: a batch of the sanity check; a batch of validation; after the last one; while a checkpoint is
+written (rank 0 has written part of the file); the end of a training epoch; of the fit; a batch of test; of predict."""
+
+Phase = Literal[StepPhase, OtherPhase]
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
-PHASES: tuple[Phase, ...] = get_args(Phase)
+STEP_PHASES: tuple[StepPhase, ...] = get_args(StepPhase)
+OTHER_PHASES: tuple[OtherPhase, ...] = get_args(OtherPhase)
+PHASES: tuple[Phase, ...] = (*STEP_PHASES, *OTHER_PHASES)
+AFTER_FIT: tuple[Phase, ...] = ("test", "predict")
+"""Not part of a fit: what a fit starts at says nothing about them."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +39,9 @@ class Fault:
     Args:
         kind: What happens.
         slot: Whom it hits.
-        step: The step it hits: the number of optimizer steps committed before, so 0 is the first step.
-        phase: Where in the step.
+        step: The step it hits: the number of optimizer steps committed before, so 0 is the first step. Outside of
+            steps: it happens when so many are done, or more.
+        phase: Where in the step, or outside of steps.
         seconds: How long a ``slow`` fault sleeps in each step.
         steps: How many steps in a row a ``slow`` fault lasts.
 
