@@ -2,7 +2,8 @@
 
 The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
 among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there is
-``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing.
+``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`),
+which speaks to a running job.
 
 The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
 it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
@@ -23,7 +24,9 @@ CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line ``args`` (default: the process's arguments): ``plan``, or a subcommand of LightningCLI.
+    """Run the command line ``args`` (default: the process's arguments).
+
+    That is ``plan``, ``drain``, or a subcommand of LightningCLI.
 
     Raises:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
@@ -33,6 +36,11 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_ntp import plan_command
 
         plan_command.main(given[1:])
+        return
+    if given[:1] == ["drain"]:
+        from lightning_ntp import drain_command
+
+        drain_command.main(given[1:])
         return
     build(args)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning_ntp.launch.environment import JOB_DIR
+from lightning_ntp.launch.environment import JOB_DIR, SLOT
+from lightning_ntp.launch.jobs import leave_reason
 
 
 def stop_mark(job_dir: str | os.PathLike[str]) -> str:
@@ -52,6 +55,14 @@ class StopRequest:
     def is_alone(self) -> bool:
         """Whether SIGTERM was meant for this rank alone: the supervisor would have passed on one to the job."""
         return self._might_be_alone() and not self.is_undecided()
+
+    def why_alone(self) -> str:
+        """Why this rank alone is to leave, for people."""
+        directory, slot = os.environ.get(JOB_DIR), os.environ.get(SLOT, "")
+        if directory is not None and slot.isdigit():
+            with contextlib.suppress(OSError):
+                return leave_reason(Path(directory), int(slot)).read_text()
+        return "SIGTERM to it alone"
 
     def _might_be_alone(self) -> bool:
         directory = os.environ.get(JOB_DIR)

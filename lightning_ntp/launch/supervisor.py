@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning_ntp.launch import hydra
+from lightning_ntp.launch import hydra, jobs
 from lightning_ntp.launch.call import Call, read_result, save_call
 from lightning_ntp.launch.channel import Message
 from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
@@ -114,7 +114,7 @@ class Supervisor:
             RuntimeError: there is no script to re-run, or a Hydra multirun would have to be.
             TypeError: the call cannot be pickled.
         """
-        job_dir = Path(tempfile.mkdtemp(prefix=f"lightning_ntp-{self.job}-"))
+        job_dir = Path(tempfile.mkdtemp(prefix=f"{jobs.PREFIX}{self.job}-"))
         try:
             with self._relay:
                 server = self._start_server(job_dir)
@@ -219,12 +219,14 @@ class Supervisor:
         now = time.monotonic()
         if message["did"] == "started":
             self.pids[message["slot"]] = message["pid"]
+            self._publish(job_dir)
             self._deaths.started(message["slot"], message["pid"])
         elif message["did"] == "signalled":
             self._relay.reached_ranks(message["signum"])
         elif message["did"] == "ended":
             slot, code = message["slot"], message["code"]
             self._codes[slot] = code
+            self._publish(job_dir)
             self._look_for_report(slot, job_dir)
             report = self._reports.get(slot)
             failure = failure_of(slot, code, now, report)
@@ -238,6 +240,12 @@ class Supervisor:
             elif failure is not None and not (self._told_to_end and (report is None or report.echo)):
                 self._failures.append(failure)
             self._ending.ended(slot, code, now)
+
+    def _publish(self, job_dir: Path) -> None:
+        """Tell commands in other terminals who runs. They can do without it."""
+        living = {slot: pid for slot, pid in self.pids.items() if slot not in self._codes}
+        with contextlib.suppress(OSError):
+            jobs.publish(job_dir, self.job, living)
 
     def _end_if_stuck(self, why: str, now: float) -> None:
         if why:

@@ -37,7 +37,7 @@ class StopTogether:
     In training the request rides in the vote of a step, so between steps nothing communicates. In evaluation the
     ranks of a replica agree before every batch: replicas may have different numbers of batches.
 
-    A rank that alone got SIGTERM leaves by itself: a machine that is taken away, say.
+    A rank that alone got SIGTERM leaves, a machine that is taken away, say: in training as planned, else at once.
 
     Args:
         generation: Gives the current generation.
@@ -117,8 +117,9 @@ class StopTogether:
     def _own(self, training: bool = False) -> int:
         """The signal that the job was sent, as far as this rank knows."""
         if self._request.is_alone():
-            if not (training and self.drain("SIGTERM to it alone")):
-                self._leave("SIGTERM to it alone")
+            why = self._request.why_alone()
+            if not (training and self.drain(why)):
+                self._leave(why)
             return 0
         return 0 if self._request.is_undecided() else self._request.stop_requested() or 0
 

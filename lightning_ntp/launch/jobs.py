@@ -1,0 +1,58 @@
+"""The jobs that run on this machine, for commands in another terminal: a small file in every job's directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "lightning_ntp-"
+"""Of a job's directory, which lies where temporary files do."""
+_FILE = "ranks.json"
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """A job, as its supervisor describes it.
+
+    Args:
+        name: Its id.
+        supervisor: Process id of the launching process.
+        pids: Slot -> process id of the ranks that live.
+        directory: Its directory.
+    """
+
+    name: str
+    supervisor: int
+    pids: Mapping[int, int]
+    directory: Path
+
+
+def publish(directory: Path, name: str, pids: Mapping[int, int]) -> None:
+    """Say who runs. Called by the supervisor, whenever a rank has started or ended."""
+    content = json.dumps({"job": name, "supervisor": os.getpid(), "pids": dict(pids)})
+    new = directory / f"{_FILE}.new"
+    new.write_text(content)
+    new.replace(directory / _FILE)
+
+
+def running_jobs() -> list[RunningJob]:
+    """The jobs of this user whose supervisor lives."""
+    found = []
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_FILE}")):
+        try:
+            told = json.loads(path.read_text())
+            os.kill(told["supervisor"], 0)
+        except (OSError, ValueError, KeyError):  # it has ended, or is somebody else's
+            continue
+        pids = {int(slot): int(pid) for slot, pid in told["pids"].items()}
+        found.append(RunningJob(str(told["job"]), int(told["supervisor"]), pids, path.parent))
+    return found
+
+
+def leave_reason(directory: Path, slot: int) -> Path:
+    """The file in which somebody says why a slot is to leave, before it is told to."""
+    return directory / f"drain-{slot}"
