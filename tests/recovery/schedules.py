@@ -84,7 +84,9 @@ def draw(seed: int) -> Script:
             faults.append((slot, generator.randrange(STEPS), generator.choice(PHASES)))
         elif how < 0.8:
             places = _WHERE_HANGS_ARE_FOUND if kind == "hang" else PLACES
-            deaths.append((slot, generator.choice(places), generator.randint(1, 3)))
+            place, number = generator.choice(places), generator.randint(1, 3)
+            # after the last teardown predictions are made, and those of a replica that is gone go with it
+            deaths.append((slot, place, min(number, 2) if place == "teardown" else number))
         else:
             timed.append((slot, round(generator.uniform(0.0, 2.0), 3)))
     more = generator.randrange(3)
@@ -238,7 +240,7 @@ def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> li
         *((f"{what} left", ", ".join(names) or "none") for what, names in left.items()),
         ("wrong", "none" if not wrong else ""),
     ]
-    return [f"{name:<18}{text}".rstrip() for name, text in table] + [
+    return [f"{name:<22}{text}".rstrip() for name, text in table] + [
         f"  seed {line.seed}: {(line.why.strip().splitlines() or ['?'])[0][:150]}\n"
         f"    again: {os.path.relpath(sys.executable)} -m tests.recovery.schedules --seeds {line.seed}"
         for line in wrong
