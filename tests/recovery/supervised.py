@@ -204,6 +204,7 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], directory: s
 def _supervise(ranks: int, directory: str, heartbeat: float | None, function: Any, arguments: Any) -> dict[str, Any]:
     from lightning_ntp.launch import Supervisor
     from lightning_ntp.launch.call import Call
+    from lightning_ntp.launch.supervisor import RESULT_LOST
 
     output = os.open(Path(directory, "output"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     kept = [os.dup(1), os.dup(2)]
@@ -215,6 +216,8 @@ def _supervise(ranks: int, directory: str, heartbeat: float | None, function: An
         supervisor = Supervisor(ranks, "fork", Call(_rank, (function, arguments, directory)), heartbeat=limit)
         outcome = supervisor.run()
         answer = {"code": outcome.exit_code, "cause": outcome.describe(), "codes": outcome.codes}
+        if outcome.cause is not None and outcome.cause.signature == RESULT_LOST:
+            answer.update(code=0, cause="")  # a script hands nothing over
         answer["dead"] = set(supervisor._deaths.slots)
     finally:
         sys.stdout.flush()
