@@ -8,6 +8,8 @@ TESTS ?=
 # What the demo trains: make demo DEMO_ARGUMENTS="--steps 50 --degrees 2 1"
 DEMO_ARGUMENTS ?= --degrees 4 3
 OUTPUT ?= outputs/gpt
+# How many random schedules of faults: make chaos SEEDS=500
+SEEDS ?= 60
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test chaos lint format bench clean
@@ -16,7 +18,7 @@ help:
 	@echo "make install  the package with everything for development, into $(VENV)"
 	@echo "make demo     trains a small GPT on CPU at degrees (4, 3), kills a rank half-way; about two minutes"
 	@echo "make test     every test, or those in TESTS=path"
-	@echo "make chaos    every slot at every point, long worlds and the like: the better part of an hour"
+	@echo "make chaos    every slot at every point, long jobs and the like, then SEEDS=$(SEEDS) random schedules; over an hour"
 	@echo "make lint     ruff, formatting, types"
 	@echo "make format   lets ruff repair what it can"
 	@echo "make bench    every benchmark"
@@ -38,7 +40,8 @@ test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)
 
 chaos: $(STAMP)
-	$(BIN)/python -m pytest -m chaos $(TESTS)
+	@status=0; $(BIN)/python -m pytest -m chaos $(TESTS) || status=1; \
+	[ -n "$(TESTS)" ] || $(BIN)/python -m tests.recovery.schedules --seeds 0 $(SEEDS) || status=1; exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from tests.harness.leaks import (
 
 _crews: list[Crew] = []
 """The session's crew, once a test has asked for a world."""
+_figures: list[str] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +34,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End the fork server and its ranks, also after an interrupted session."""
     while _crews:
         _crews.pop().close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show what tests have measured."""
+    if _figures:
+        terminalreporter.section("figures")
+        for line in _figures:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def figure() -> Callable[[str], None]:
+    """``figure("recovery 120 ms")`` shows a line at the end of the session."""
+    return _figures.append
 
 
 def _shared_crew() -> Crew:

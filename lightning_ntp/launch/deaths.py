@@ -103,10 +103,10 @@ class Deaths:
             return
         self.slots.add(slot)
         left = len(self._living)
-        if left:
+        if left or slot in self._condemned:
+            go_on = f"; {left} rank{'s go' if left > 1 else ' goes'} on" if left else ""
             print(
-                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {reason};"
-                f" {left} rank{'s go' if left > 1 else ' goes'} on",
+                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {reason}{go_on}",
                 file=sys.stderr,
                 flush=True,
             )

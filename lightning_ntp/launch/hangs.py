@@ -17,6 +17,8 @@ _TIMES_FIRST = 10.0
 """So many heartbeats may the first work of its kind be silent: it may have to be compiled."""
 _PAUSE_SECONDS = 2.0
 """A look that comes so late says that this process, and perhaps the whole job, was stopped meanwhile."""
+_TOGETHER_SECONDS = 1.0
+"""Ranks that are all stopped within this time were stopped by somebody, as a whole job."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Hangs:
         self.heartbeat = heartbeat
         self._ranks: dict[int, _Watched] = {}
         self._stopped: dict[int, float] = {}
+        self._all_stopped = self._paused = False
         self._longest: dict[Tag, float] = {}
         self._last_look: float | None = None
         self._last_step = 0.0
@@ -74,8 +77,9 @@ class Hangs:
         if late:
             self._forget_clocks(now)
         samples = {slot: sample for slot, sample in samples.items() if not sample.left}
+        others_left = not self._ranks.keys() <= samples.keys()
         self._take_in(now, samples)
-        blamed = self._stopped_too_long(now, samples, stopped)
+        blamed = self._stopped_too_long(now, samples, stopped, others_left)
         running = {slot: sample for slot, sample in samples.items() if slot not in stopped}
         if not blamed and now >= self._next_blame:
             # one at a time: if many stall for one reason, the others may come back meanwhile
@@ -115,13 +119,22 @@ class Hangs:
 
     # ---- blame ------------------------------------------------------------------------------------------------
 
-    def _stopped_too_long(self, now: float, samples: Mapping[int, Sample], stopped: Set[int]) -> dict[int, str]:
-        if samples.keys() <= stopped:  # somebody has stopped the whole job
-            stopped = frozenset()
+    def _stopped_too_long(
+        self, now: float, samples: Mapping[int, Sample], stopped: Set[int], others_left: bool
+    ) -> dict[int, str]:
+        stopped = stopped & samples.keys()
         for slot in self._stopped.keys() - stopped:
             del self._stopped[slot]
-        for slot in stopped & samples.keys():
+        for slot in stopped:
             self._stopped.setdefault(slot, now)
+        all_stopped = samples.keys() <= stopped
+        if all_stopped and not self._all_stopped:
+            # has somebody stopped the whole job, or have those who ran just finished, or died?
+            together = now - min(self._stopped.values(), default=now) <= _TOGETHER_SECONDS
+            self._paused = together and not others_left
+        self._all_stopped = all_stopped
+        if all_stopped and self._paused:
+            self._stopped = dict.fromkeys(stopped, now)
         over = {slot: now - since for slot, since in self._stopped.items() if now - since >= self.heartbeat}
         return {
             slot: f"hung: its process is stopped (SIGSTOP) since {seconds:.1f} s, {IN_WORDS[samples[slot].tag]}"

@@ -34,6 +34,9 @@ from lightning_ntp.launch.stop import stop_mark
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
+RESULT_LOST = "result lost"
+"""Signature of the failure of a call whose ranks have all ended well but for the one that held the result."""
+
 _TICK = 0.1
 """Seconds between looks at signals, reports and clocks."""
 
@@ -290,11 +293,23 @@ class Supervisor:
             self._ending.stop(signum, time.monotonic())
         stop = self._ending.stop_signal
         forced = self._ending.forced or len(self._codes) < self.ranks
-        code = exit_code({slot: self._codes[slot] for slot in survivors}, cause, stop, forced)
         result = None
         if self._call is not None and cause is None and any(self._codes[slot] == 0 for slot in survivors):
-            result = read_result(job_dir)
+            try:
+                result = read_result(job_dir)
+            except FileNotFoundError:
+                cause = self._result_lost() if stop is None else None
+        code = exit_code({slot: self._codes[slot] for slot in survivors}, cause, stop, forced)
         return Outcome(self.ranks, code, dict(self._codes), tuple(self._failures), cause, stop, result)
+
+    def _result_lost(self) -> Failure:
+        slot = min(self._deaths.slots, default=0)
+        text = (
+            f"All work was done, but the result is lost: slot {slot} was to hand it over, and died when the others had"
+            " ended already. What the ranks have written, checkpoints for instance, is whole."
+        )
+        self._failures.append(Failure(-1, text, 1, float("-inf"), signature=RESULT_LOST))
+        return self._failures[-1]
 
 
 @contextlib.contextmanager

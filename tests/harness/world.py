@@ -275,6 +275,7 @@ class Run:
         self._started = time.monotonic()
         self._finished = False
         self._deaths: _Deaths | None = None
+        self._keep = False
         self._uids: list[str] = []
         arguments = pickle.dumps((args, kwargs))
         self.port = crew.new_store()
@@ -299,11 +300,15 @@ class Run:
         """Send a signal to one rank alone (not to its children)."""
         os.kill(self._processes[slot].pid, number)
 
-    def survive(self, timeout: float = 60.0, grace: float = 5.0) -> list[Outcome]:
+    def survive(self, timeout: float = 60.0, grace: float = 5.0, keep: bool = False) -> list[Outcome]:
         """Like :meth:`wait`, for jobs that recover: deaths are announced to the survivors as a supervisor does it.
 
         A rank that dies does not shorten the time of the others; one that raises does.
+
+        Args:
+            keep: Processes that have returned are used again, although others have died: a test of their leaks.
         """
+        self._keep = keep
         self._deaths = _Deaths(self.port, {o.slot: uid for o, uid in zip(self.outcomes, self._uids, strict=True)})
         for outcome in self.outcomes:
             self._deaths.watch.add(outcome.slot, outcome.pid)
@@ -406,7 +411,8 @@ class Run:
             with contextlib.suppress(OSError):
                 outcome.output += process.new_output()
             # After a failure no process of this world is trusted to be clean.
-            if (failed or process.dirty) and process.usable:
+            trusted = outcome.state == "returned" if self._keep else not failed
+            if (process.dirty or not trusted) and process.usable:
                 self.crew.discard(process)
         shutil.rmtree(self.directory, ignore_errors=True)
         self.crew.open_run = None

@@ -104,6 +104,22 @@ def test_a_call_returns_the_result_of_the_lowest_survivor(tmp_path: Path) -> Non
     assert code == 0 and "result 1\n" in out, err
 
 
+def test_a_result_that_dies_with_its_rank_is_told(tmp_path: Path) -> None:
+    main = """
+    def last():
+        slot = work()
+        if slot == 0:
+            time.sleep(1.5)  # the others have ended, and left the result to the lowest slot
+            os.kill(os.getpid(), signal.SIGKILL)
+    if __name__ == "__main__" and not is_rank():
+        run_call(3, last)
+    """
+    code, out, err = run(tmp_path, "if slot == 1: os.kill(os.getpid(), signal.SIGKILL)", main, "call")
+    assert code == 1 and out.count("went on") == 2, err
+    assert "RanksFailedError" in err and "the result is lost: slot 0 was to hand it over" in err, err
+    assert "FileNotFoundError" not in err, err
+
+
 def test_a_rank_ends_when_its_store_is_gone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

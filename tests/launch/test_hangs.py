@@ -129,6 +129,28 @@ def test_ranks_that_are_all_stopped_are_not_blamed() -> None:
     assert not blamed(four(), stopped=lambda now: {0, 1, 2, 3} if 5.0 <= now < 30.0 else set())
 
 
+def test_a_stopped_rank_is_blamed_also_when_all_others_are_done() -> None:
+    """Nobody needs it any more, but the job would never end."""
+    hangs, found = Hangs(HEARTBEAT), {}
+    for look in range(100):
+        now = look * 0.1
+        others = {slot: Sample(seq=look, left=now >= 1.0) for slot in (0, 1, 2) if now < 1.5}
+        for slot, why in hangs.look(now, {**others, 3: Sample(seq=5)}, {3} if now >= 0.5 else set()).blamed.items():
+            found.setdefault(slot, (now, why))
+    assert found.keys() == {3} and 0.5 + HEARTBEAT <= found[3][0] < 1.0 + HEARTBEAT, found
+
+
+def test_ranks_that_are_stopped_one_after_the_other_are_blamed() -> None:
+    found = blamed(four(), stopped=lambda now: {slot for slot in range(4) if now >= 1.0 + 0.5 * slot})
+    assert found.keys() == {0, 1, 2, 3}, found
+
+
+def test_a_pause_is_no_reason_to_blame_who_goes_on_last() -> None:
+    assert not blamed(
+        four(), stopped=lambda now: {slot for slot in range(4) if 5.0 + 0.1 * slot <= now < 30 + slot / 2}
+    )
+
+
 def test_a_pause_of_the_whole_job_is_not_blamed() -> None:
     assert not blamed(
         four(), pauses=[(5.0, 40.0)], stopped=lambda now: {0, 2} if now < 5.0 + 35.9 and now > 4.9 else set()

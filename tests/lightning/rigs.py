@@ -204,6 +204,17 @@ def assert_same(got: Any, want: Any, bound: float = EXACT, where: str = "") -> N
         assert got == want, f"{where}: {got!r} instead of {want!r}"
 
 
+def largest_difference(got: Any, want: Any) -> float:
+    """The largest relative difference of what :func:`assert_same` has found alike."""
+    if isinstance(want, dict):
+        return max((largest_difference(got[key], want[key]) for key in want), default=0.0)
+    if isinstance(want, list | tuple):
+        return max((largest_difference(a, b) for a, b in zip(got, want, strict=True)), default=0.0)
+    if isinstance(want, Tensor):
+        return relative(got, want) if want.numel() else 0.0
+    return abs(got - want) / max(abs(want), 1e-6) if isinstance(want, float) else 0.0
+
+
 def firsts(degrees: tuple[int, ...]) -> Iterator[int]:
     """The first slot of every replica."""
     for replica in range(len(degrees)):

@@ -1,9 +1,10 @@
-"""Places outside of training steps at which a process can kill or stop itself."""
+"""Places outside of training steps at which a process can die, stop, hang, raise, or be told to go."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,6 +19,9 @@ PLACES = (
     "start",
     "sanity",
     "validation",
+    "validation_first",
+    "validation_middle",
+    "validation_last",
     "validation_forward",
     "validation_end",
     "validation_epoch_end",
@@ -32,25 +36,43 @@ PLACES = (
     "predict_forward",
     "teardown",
 )
-"""The setup hook; fit starts; a batch of the sanity check; a batch of validation: before its forward, in it, after it;
-the end of validation; while a metric is synchronised; the end of an epoch; while a checkpoint is gathered, and while it
-is written; fit ends; a batch of test and of predict, before and in its forward; the teardown hook."""
+"""The setup hook; fit starts; a batch of the sanity check; a batch of validation: before its forward (any batch, or the
+first, the middle or the last of its loop), in it, after it; the end of validation; while a metric is synchronised; the
+end of an epoch; while a checkpoint is gathered, and while it is written; fit ends; a batch of test and of predict,
+before and in its forward; the teardown hook."""
+
+KINDS = ("kill", "stop", "hang", "raise", "term")
+"""SIGKILL; SIGSTOP; Python sleeps for ever; an exception; SIGTERM to this process alone."""
 
 Death = tuple[int, str, int]
 """Slot, place, and at the how many-th time that it comes there, counted from 1."""
 
 
+class PlannedError(RuntimeError):
+    """What a process raises that shall raise."""
+
+
+def befall(kind: str) -> None:
+    """A fault of this kind happens to this process, here and now."""
+    if kind == "raise":
+        raise PlannedError(f"slot {slot()} was told to raise this")
+    if kind == "hang":
+        while True:
+            time.sleep(3600)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[kind])
+
+
 class Places(Callback):
-    """Lets this process die.
+    """Lets a fault happen to this process at places.
 
     Args:
         deaths: Of all slots.
-        how: The signal.
+        kind: What happens to this one; of :data:`KINDS`.
     """
 
-    def __init__(self, deaths: Iterable[Death], how: signal.Signals = signal.SIGKILL) -> None:
+    def __init__(self, deaths: Iterable[Death], kind: str = "kill") -> None:
         self._deaths = {(place, number) for victim, place, number in deaths if victim == slot()}
-        self._how = how
+        self._kind = kind
         self._times: Counter[str] = Counter()
         self._hooked = False
         if self._deaths:
@@ -59,7 +81,7 @@ class Places(Callback):
     def reach(self, place: str) -> None:
         self._times[place] += 1
         if (place, self._times[place]) in self._deaths:
-            os.kill(os.getpid(), self._how)
+            befall(self._kind)
 
     def _patch(self) -> None:
         import torch
@@ -97,9 +119,16 @@ class Places(Callback):
         if stage in ("validate", "test", "predict"):
             self.reach({"validate": "validation"}.get(stage, stage) + "_forward")
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self._hook(trainer, pl_module)
         self.reach("sanity" if trainer.sanity_checking else "validation")
+        if not trainer.sanity_checking:
+            count = int(trainer.num_val_batches[dataloader_idx])
+            for name, number in (("first", 0), ("middle", count // 2), ("last", count - 1)):
+                if batch_idx == number:
+                    self.reach(f"validation_{name}")
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if not trainer.sanity_checking:

@@ -1,22 +1,30 @@
 """Seeded random schedules of faults: ``python -m tests.recovery.schedules --seeds 0 500``.
 
-One seed is one script (fit with validation and checkpoints, test, predict) in which any number of ranks die at any
-time: at a phase of a training step, at a place outside of steps, or whenever a clock says so. None may hang, and each
-must end as the policy says: all survivors return with the numbers of the undisturbed script, or all say that no copy of
-something is left, which takes deaths in every replica. ``--seeds N`` replays one.
+One seed is one script (fit with validation and checkpoints, test, predict) in which faults happen to any number of
+ranks at any time: at a phase of a training step, at a place outside of steps, or whenever a clock says so. In some
+schedules every fault is a kill; these run in the tests' own worlds. In the others ranks are killed, stopped, hang in
+Python, raise alone or are told to go by SIGTERM; these run under the package's own supervisor, which must find those
+that hang.
+
+None may hang, and each must end as the policy says: all survivors return with the numbers of the undisturbed script, or
+all say that no copy of something is left, which takes losses in every replica, or the exception of a rank that was the
+last of its replica ends the job, because then it is one of a whole replica. ``--seeds N`` replays one.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
@@ -24,10 +32,30 @@ from tests.harness import Crew, World
 from tests.harness.leaks import mark_session, session_processes
 from tests.recovery.jobs import Result
 from tests.recovery.places import PLACES
+from tests.recovery.supervised import HEARTBEAT, Supervised, SupervisingProcess
 from tests.recovery.whole_runs import Found, Script, compare, run_script, undisturbed
 
 DEGREES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (2, 2, 2), (1, 2, 1))
 STEPS = 6
+_SUPERVISED = 0.4
+"""Share of the schedules with other faults than kills."""
+_FOUND_SECONDS = HEARTBEAT + 2.0
+"""For a stopped rank to be found; this machine may be busy with what else runs on it."""
+
+# where nobody waits for a rank, or before the first batch, a hang in Python may be the user's
+_WHERE_HANGS_ARE_FOUND = (
+    "sanity",
+    "validation",
+    "validation_middle",
+    "validation_forward",
+    "validation_end",
+    "metric_sync",
+    "write",
+    "test",
+    "test_forward",
+    "predict",
+    "predict_forward",
+)
 
 
 def draw(seed: int) -> Script:
@@ -36,17 +64,33 @@ def draw(seed: int) -> Script:
     degrees = generator.choice(DEGREES)
     slots = list(range(sum(degrees)))
     generator.shuffle(slots)
-    count = min(len(slots), 1 + int(generator.expovariate(1.0)))
-    deaths, faults, timed = [], [], []
+    supervised = generator.random() < _SUPERVISED
+    # where some are stopped, somebody must be left: a job whose ranks are all stopped is paused
+    count = min(len(slots) - supervised, 1 + int(generator.expovariate(1.0)))
+    deaths, faults, timed, kinds = [], [], [], []
+    left = ["stop", "stop", "hang", "raise", "term", "term", "kill", "kill"]
     for slot in slots[:count]:
-        kind = generator.random()
-        if kind < 0.4:
+        # one hang, which may take ten heartbeats to be found; one exception, for the second of a kind ends the job
+        kind = generator.choice(left) if supervised else "kill"
+        if kind in ("hang", "raise"):
+            left.remove(kind)
+        kinds.append((slot, kind))
+        how = generator.random()
+        if kind == "term" and how < 0.4:
+            how = 0.9
+        elif kind in ("hang", "raise") and how >= 0.8:
+            how -= 0.4
+        if how < 0.4:
             faults.append((slot, generator.randrange(STEPS), generator.choice(PHASES)))
-        elif kind < 0.8:
-            deaths.append((slot, generator.choice(PLACES), generator.randint(1, 3)))
+        elif how < 0.8:
+            places = _WHERE_HANGS_ARE_FOUND if kind == "hang" else PLACES
+            place, number = generator.choice(places), generator.randint(1, 3)
+            # after the last teardown predictions are made, and those of a replica that is gone go with it
+            deaths.append((slot, place, min(number, 2) if place == "teardown" else number))
         else:
             timed.append((slot, round(generator.uniform(0.0, 2.0), 3)))
-    return Script(degrees, tuple(deaths), tuple(faults), tuple(timed), more=generator.randrange(3))
+    more = generator.randrange(3)
+    return Script(degrees, tuple(deaths), tuple(faults), tuple(timed), tuple(kinds) if supervised else (), more=more)
 
 
 @dataclass
@@ -56,58 +100,115 @@ class Line:
     seed: int
     script: Script
     end: str
-    """``same``, ``lost`` (said so), or ``WRONG``."""
-    died: int
-    recoveries: int
-    slowest: float
+    """``same``, ``lost`` (said so), ``all dead``, ``one's mistake`` (ended by an exception), or ``WRONG``."""
+    gone: set[int] = field(default_factory=set)
+    recoveries: int = 0
+    slowest: float = 0.0
     """Seconds of the slowest recovery."""
-    seconds: float
+    deviation: float = 0.0
+    seconds: float = 0.0
     why: str = ""
 
 
-def judge(result: Result, script: Script, crew: Crew, directory: Path) -> str:
-    """How a schedule has ended.
+def judge(result: Result, script: Script, want: Found) -> tuple[str, float]:
+    """How a schedule has ended, and the largest relative difference of its numbers.
 
     Raises:
         AssertionError: If it must not end so.
     """
-    died = {o.slot for o in result.outcomes if o.state == "died"}
-    raised = {o.slot: o.error.strip().splitlines()[-1] for o in result.outcomes if o.state == "raised"}
     stuck = [o for o in result.outcomes if o.state == "running"]
     assert not stuck, "\n".join(f"slot {o.slot} hangs:\n{o.stacks}\n{o.output[-1500:]}" for o in stuck)
-    assert died <= script.victims, f"slots {sorted(died - script.victims)} died of themselves"
+    gone = gone_of(result)
+    raised = {o.slot: o.error for o in result.outcomes if o.state == "raised"}
+    if isinstance(result, Supervised):
+        _judge_supervisor(result, script)
+        assert bool(result.code) == bool(raised or not result.survivors), (result.code, result.cause, raised)
+    assert gone <= script.victims, f"slots {sorted(gone - script.victims)} have gone of themselves"
     if not raised:
-        if died == set(range(sum(script.degrees))):
-            return "all dead"
-        got = Found(result.survivors, result.directory)
-        compare(got, undisturbed(lambda n, fresh: World(crew, n, fresh), script, directory), died)
-        return "same"
+        if gone == set(range(sum(script.degrees))):
+            return "all dead", 0.0
+        return "same", compare(Found(result.survivors, result.directory), want, gone)
     assert not result.survivors, f"slots {sorted(raised)} ended and {sorted(result.survivors)} went on: {raised}"
-    first, replicas = 0, []
-    for degree in script.degrees:
-        replicas.append(set(range(first, first + degree)))
-        first += degree
+    replicas = _replicas(script)
+    mistakes = [slot for slot in script.of_kind("raise") if "PlannedError" in raised.get(slot, "")]
+    mistakes += [slot for slot in script.of_kind("raise") if "InjectedFault" in raised.get(slot, "")]
+    if mistakes:
+        mates = next(replica for replica in replicas if mistakes[0] in replica) - {mistakes[0]}
+        assert mates <= gone, f"slot {mistakes[0]} raised alone, and its exception ended the job: {raised}"
+        return "one's mistake", 0.0
     for error in raised.values():
-        assert "JobLost" in error and "only copies" in error, error
-    assert all(died & replica for replica in replicas), f"a copy of everything was left: {sorted(died)} died, {raised}"
-    return "lost"
+        assert "only copies" in error, error
+    assert all(gone & replica for replica in replicas), f"a copy of everything was left: {sorted(gone)} gone, {raised}"
+    return "lost", 0.0
 
 
-def run(seed: int, crew: Crew, directory: Path) -> Line:
-    """Run the schedule of a seed."""
-    script, began = draw(seed), time.monotonic()
-    result = run_script(lambda n, fresh: World(crew, n, fresh), script, directory / str(seed))
-    seconds = time.monotonic() - began
-    try:
-        end, why = judge(result, script, crew, directory), ""
-    except AssertionError as error:
-        end, why = "WRONG", str(error)
-    changes = _changes(directory / str(seed) / "rows" / "events.jsonl")
-    slowest = max((sum(change["seconds"].values()) for change in changes), default=0.0)
-    died = sum(o.state == "died" for o in result.outcomes)
-    if end != "WRONG":
-        shutil.rmtree(directory / str(seed), ignore_errors=True)
-    return Line(seed, script, end, died, len(changes), slowest, seconds, why)
+def gone_of(result: Result) -> set[int]:
+    """Who has died or left."""
+    return {o.slot for o in result.outcomes if o.state == "died"}
+
+
+def _replicas(script: Script) -> list[set[int]]:
+    firsts = [sum(script.degrees[:k]) for k in range(len(script.degrees))]
+    return [set(range(first, first + degree)) for first, degree in zip(firsts, script.degrees, strict=True)]
+
+
+def _judge_supervisor(result: Supervised, script: Script) -> None:
+    """It has blamed whom it must, soon, and left nothing."""
+    for outcome in result.outcomes:
+        told = outcome.exit_code in (0, -15) and outcome.state == "died"
+        assert not told or outcome.slot in script.of_kind("term"), f"slot {outcome.slot} left unasked\n{result.output}"
+    hung = {int(s): how for s, how in re.findall(r"slot (\d) \(pid \d+\) died: hung: (.+?) \(", result.output)}
+    assert hung.keys() <= script.of_kind("stop", "hang"), f"{hung} blamed\n{result.output[-3000:]}"
+    stopped = [float(s) for s in re.findall(r"is stopped \(SIGSTOP\) since ([\d.]+) s", result.output)]
+    assert all(seconds < _FOUND_SECONDS for seconds in stopped), f"stopped ranks were found after {stopped} s"
+    if result.code == 0:
+        told = result.output.count("Traceback")
+        assert told <= len(script.of_kind("raise")), result.output[-3000:]
+    assert not result.left, f"temporary files are left: {result.left}"
+
+
+class Runner:
+    """Runs schedules.
+
+    Args:
+        directory: For all their files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.crew, self.supervising = Crew(), SupervisingProcess()
+
+    def close(self) -> None:
+        self.crew.close()
+        self.supervising.close()
+
+    def run(self, seed: int) -> Line:
+        """Run the schedule of a seed."""
+        script, began, directory = draw(seed), time.monotonic(), self.directory / str(seed)
+        line = Line(seed, script, "WRONG")
+        try:
+            want = undisturbed(self._world, script, self.directory)
+            began = time.monotonic()
+            result = (
+                self.supervising.run_script(script, directory)
+                if script.kinds
+                else run_script(self._world, script, directory)
+            )
+            line.seconds, line.gone = time.monotonic() - began, gone_of(result)
+            if isinstance(result, Supervised) and result.code == -1:
+                raise AssertionError(f"{result.cause}\n{result.output[-3000:]}\n{[o.stacks for o in result.outcomes]}")
+            line.end, line.deviation = judge(result, script, want)
+        except AssertionError as error:
+            line.why = str(error)
+        changes = _changes(directory / "rows" / "events.jsonl")
+        line.recoveries = len(changes)
+        line.slowest = max((sum(change["seconds"].values()) for change in changes), default=0.0)
+        if line.end != "WRONG":
+            shutil.rmtree(directory, ignore_errors=True)
+        return line
+
+    def _world(self, n: int, fresh: bool = False) -> World:
+        return World(self.crew, n, fresh)
 
 
 def _changes(path: Path) -> list[dict[str, dict[str, float]]]:
@@ -117,6 +218,35 @@ def _changes(path: Path) -> list[dict[str, dict[str, float]]]:
     return [event for event in events if event["event"] == "change"]
 
 
+def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> list[str]:
+    """The table."""
+    ends, faults = Counter(line.end for line in lines), Counter[str]()
+    for line in lines:
+        faults.update(line.script.kind(slot) for slot in line.gone)
+        faults.update(["raise"] * (line.end == "one's mistake"))
+    slowest = max(lines, key=lambda line: line.slowest)
+    worst = max(lines, key=lambda line: line.deviation)
+    longest = max(lines, key=lambda line: line.seconds)
+    wrong = [line for line in lines if line.end == "WRONG"]
+    supervised = sum(bool(line.script.kinds) for line in lines)
+    table = [
+        ("schedules", f"{len(lines)} in {seconds:.0f} s, {supervised} of them under the package's supervisor"),
+        ("ended", ", ".join(f"{count} {end}" for end, count in ends.most_common())),
+        ("faults", ", ".join(f"{count} {kind}" for kind, count in faults.most_common()) or "none"),
+        ("recoveries", str(sum(line.recoveries for line in lines))),
+        ("worst deviation", f"{worst.deviation:.1e} (seed {worst.seed})"),
+        ("slowest recovery", f"{slowest.slowest:.3f} s (seed {slowest.seed}, degrees {slowest.script.degrees})"),
+        ("longest schedule", f"{longest.seconds:.1f} s (seed {longest.seed})"),
+        *((f"{what} left", ", ".join(names) or "none") for what, names in left.items()),
+        ("wrong", "none" if not wrong else ""),
+    ]
+    return [f"{name:<22}{text}".rstrip() for name, text in table] + [
+        f"  seed {line.seed}: {(line.why.strip().splitlines() or ['?'])[0][:150]}\n"
+        f"    again: {os.path.relpath(sys.executable)} -m tests.recovery.schedules --seeds {line.seed}"
+        for line in wrong
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 100], help="one seed, or the first and the end")
@@ -124,32 +254,36 @@ def main() -> int:
     options = parser.parse_args()
     seeds = range(*options.seeds) if len(options.seeds) == 2 else options.seeds
     directory, began = Path(tempfile.mkdtemp(prefix="schedules-")), time.monotonic()
+    # everybody's temporary files, so that those that are left can be told
+    temporary = directory / "tmp"
+    temporary.mkdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+    shared = set(os.listdir("/dev/shm"))
     lines: list[Line] = []
     mark_session()
-    crew = Crew()
-    try:
+    runner = Runner(directory)
+    with contextlib.closing(runner):
         for seed in seeds:
             if time.monotonic() - began > 60 * options.minutes:
                 break
-            line = run(seed, crew, directory)
+            line = runner.run(seed)
             lines.append(line)
             if line.end == "WRONG":
                 print(f"seed {seed}: {line.script}\n{line.why[:4000]}\n", flush=True)
             if sys.stderr.isatty() or len(lines) % 25 == 0:
                 print(f"{len(lines)} done, {sum(each.end == 'WRONG' for each in lines)} wrong", file=sys.stderr)
-    finally:
-        crew.close()
-    ends = Counter(line.end for line in lines)
-    print(f"{len(lines)} schedules in {time.monotonic() - began:.0f} s: {dict(ends)}")
-    print(f"{sum(line.died for line in lines)} deaths, {sum(line.recoveries for line in lines)} recoveries")
-    slowest = max(lines, key=lambda line: line.slowest)
-    print(f"slowest recovery {slowest.slowest:.3f} s (seed {slowest.seed}, {slowest.script.degrees})")
-    print(f"processes left: {len(session_processes())}")
-    wrong = [line.seed for line in lines if line.end == "WRONG"]
-    print(f"wrong: {wrong or 'none'}{f', kept in {directory}' if wrong else ''}")
-    if not wrong:
+    left = {
+        "processes": [str(pid) for pid in session_processes()],
+        "/dev/shm": sorted(set(os.listdir("/dev/shm")) - shared),
+        "temporary files": sorted(os.listdir(temporary)),
+    }
+    print("\n".join(summary(lines, time.monotonic() - began, left)))
+    failed = any(line.end == "WRONG" for line in lines) or any(left.values())
+    if failed:
+        print(f"kept: {directory}")
+    else:
         shutil.rmtree(directory, ignore_errors=True)
-    return bool(wrong)
+    return int(failed)
 
 
 if __name__ == "__main__":

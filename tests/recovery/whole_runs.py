@@ -1,10 +1,8 @@
-"""Whole scripts, from setup to predict, in which ranks die anywhere; and what is compared with the undisturbed run."""
+"""Whole scripts, from setup to predict, with faults anywhere; and what is compared with the undisturbed run."""
 
 from __future__ import annotations
 
 import csv
-import os
-import signal
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -20,10 +18,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.aggregation import CatMetric
 
-from tests.lightning.rigs import EndState, assert_same, slot
+from tests.lightning.rigs import EndState, assert_same, largest_difference, slot
 from tests.recovery.jobs import EXACT, PER_REPLICA, Result, Samples, Worlds, assert_left, numbers
 from tests.recovery.models import Automatic
-from tests.recovery.places import Death, Places
+from tests.recovery.places import Death, Places, befall
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,11 @@ class Script:
     degrees: tuple[int, ...]
     deaths: tuple[Death, ...] = ()
     faults: tuple[tuple[int, int, str], ...] = ()
-    """(slot, step, phase) for FaultInjector; every one kills."""
+    """(slot, step, phase) for FaultInjector."""
     timed: tuple[tuple[int, float], ...] = ()
-    """(slot, seconds after the fit has started); every one kills."""
+    """(slot, seconds after the fit has started)."""
+    kinds: tuple[tuple[int, str], ...] = ()
+    """(slot, kind of its faults, of :data:`tests.recovery.places.KINDS`); those who are not named are killed."""
     batches: int = 3
     more: int = 0
     """Samples beyond whole batches, in validation, test and predict."""
@@ -45,16 +45,25 @@ class Script:
     def victims(self) -> set[int]:
         return {each[0] for each in (*self.deaths, *self.faults, *self.timed)}
 
+    def kind(self, number: int) -> str:
+        """What happens to a slot."""
+        return dict(self.kinds).get(number, "kill")
+
+    def of_kind(self, *kinds: str) -> set[int]:
+        """The victims to whom one of these happens."""
+        return {number for number in self.victims if self.kind(number) in kinds}
+
 
 class Timed(Callback):
-    """Kills this process some time after the fit has started."""
+    """Lets a fault happen to this process some time after the fit has started."""
 
-    def __init__(self, times: Iterable[tuple[int, float]]) -> None:
+    def __init__(self, times: Iterable[tuple[int, float]], kind: str = "kill") -> None:
         self._times = [seconds for victim, seconds in times if victim == slot()]
+        self._kind = kind
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         for seconds in self._times:
-            timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+            timer = threading.Timer(seconds, befall, (self._kind,))
             timer.daemon = True
             timer.start()
 
@@ -104,12 +113,13 @@ class Evaluated(Automatic):
         self._end("test")
 
 
-def whole_script(script: Script, directory: str, how: int) -> dict[str, Any]:
+def whole_script(script: Script, directory: str) -> dict[str, Any]:
+    """One rank's part."""
     from lightning_ntp import NTPStrategy
     from lightning_ntp.callbacks import FaultInjector
 
     torch.manual_seed(3)
-    replicas = len(script.degrees)
+    replicas, kind = len(script.degrees), script.kind(slot())
     module, end = Evaluated(), EndState()
     checkpoints = ModelCheckpoint(Path(directory) / "saved", monitor="val_loss", save_last=True, save_top_k=2)
     trainer = Trainer(
@@ -129,9 +139,11 @@ def whole_script(script: Script, directory: str, how: int) -> dict[str, Any]:
             end,
             checkpoints,
             EarlyStopping("val_loss", patience=50),
-            Timed(script.timed),
-            Places(script.deaths, signal.Signals(how)),
-            FaultInjector([{"kind": "kill", "slot": s, "step": step, "phase": p} for s, step, p in script.faults]),
+            Timed(script.timed, kind),
+            Places(script.deaths, kind),
+            FaultInjector(
+                [{"kind": script.kind(s), "slot": s, "step": step, "phase": p} for s, step, p in script.faults]
+            ),
         ],
     )
     count = replicas * PER_REPLICA * script.batches
@@ -177,10 +189,10 @@ class Found:
         return {i: out for found in replicas.values() for i, out in found["predicted"].items()}
 
 
-def run_script(world: Worlds, script: Script, directory: Path, how: int = 9) -> Result:
-    """Run a script in processes of its own."""
+def run_script(world: Worlds, script: Script, directory: Path) -> Result:
+    """Run a script in processes of its own. Nobody looks for hangs there: see :mod:`tests.recovery.supervised`."""
     directory.mkdir(parents=True, exist_ok=True)
-    running = world(sum(script.degrees), fresh=True).start(whole_script, script, str(directory), how)
+    running = world(sum(script.degrees), fresh=True).start(whole_script, script, str(directory))
     return Result(running.survive(100), directory)
 
 
@@ -189,7 +201,7 @@ _undisturbed: dict[Script, Found] = {}
 
 def undisturbed(world: Worlds, script: Script, directory: Path) -> Found:
     """The same script without its faults, run once per session."""
-    quiet = replace(script, deaths=(), faults=(), timed=())
+    quiet = replace(script, deaths=(), faults=(), timed=(), kinds=())
     if quiet not in _undisturbed:
         result = run_script(world, quiet, directory / f"undisturbed-{len(_undisturbed)}")
         assert_left(result, set(), set())
@@ -197,38 +209,51 @@ def undisturbed(world: Worlds, script: Script, directory: Path) -> Found:
     return _undisturbed[quiet]
 
 
-def survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int, ...], how: int = 9) -> None:
+def survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int, ...]) -> None:
     """Run a script with its faults and check that nobody can tell from its results."""
     want = undisturbed(world, script, directory)
-    result = run_script(world, script, directory / "disturbed", how)
+    result = run_script(world, script, directory / "disturbed")
     assert_left(result, script.victims, set())
     got = Found(result.survivors, result.directory)
     assert got.first["degrees"] == degrees
     compare(got, want, script.victims)
 
 
-def compare(got: Found, want: Found, dead: set[int]) -> None:
+def compare(got: Found, want: Found, dead: set[int]) -> float:
     """Check that a script has given the numbers of the undisturbed one.
+
+    Returns:
+        The largest relative difference of any tensor or number, those of the logger's rows left out: they are float32.
 
     Raises:
         AssertionError: Naming the first that is not.
     """
+    largest = 0.0
+
+    def same(one: Any, other: Any, where: str) -> None:
+        nonlocal largest
+        assert_same(one, other, EXACT, where)
+        largest = max(largest, largest_difference(one, other))
+
     dropped = 0 in got.first["degrees"]
     # unsharded at the end of the fit, on the rank 0 of then
     whole = ("parameters", "optimizers") if got.first["parameters"] else ()
     assert whole or 0 in dead
     for part in ("score", *whole, *(() if dropped else ("fitted", "tested"))):
-        assert_same(got.first[part], want.first[part], EXACT, part)
+        same(got.first[part], want.first[part], part)
     if dropped:
-        for key in ("test_mean", "test_samples", "test_ids", "test_loss_epoch"):
-            assert_same(got.first["tested"][key], want.first["tested"][key], EXACT, key)
+        # torchmetrics keeps float32 whatever the precision, and others sum the batches of a replica that is gone
+        assert_same(got.first["tested"]["test_mean"], want.first["tested"]["test_mean"], 1e-6, "test_mean")
+        for key in ("test_samples", "test_ids", "test_loss_epoch"):
+            same(got.first["tested"][key], want.first["tested"][key], key)
     else:
         assert_same(got.rows(), want.rows(), 1e-6, "rows")
     assert got.first["best"] == want.first["best"]
-    assert_same(got.predictions(), want.predictions(), EXACT, "predictions")
+    same(got.predictions(), want.predictions(), "predictions")
     saved = sorted(p.name for p in (got.directory / "saved").iterdir())
     assert saved == sorted(p.name for p in (want.directory / "saved").iterdir())
     for name in saved:
         one, other = (torch.load(d / "saved" / name, weights_only=False) for d in (got.directory, want.directory))
-        assert_same(one["state_dict"], other["state_dict"], EXACT, f"{name}: parameters")
-        assert_same(one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"], EXACT, name)
+        same(one["state_dict"], other["state_dict"], f"{name}: parameters")
+        same(one["optimizer_states"][0]["state"], other["optimizer_states"][0]["state"], name)
+    return largest
