@@ -23,7 +23,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},
     "plan_command": {"plan", "parallel", "lightning"},
-    "cli": {"_autoload", "lightning", "plan_command"},
+    "drain_command": {"launch"},
+    "cli": {"_autoload", "lightning", "plan_command", "drain_command"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
 }
