@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
+from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.harness import Crew, World
 from tests.harness.leaks import mark_session, session_processes
 from tests.recovery.jobs import Result
@@ -81,7 +81,7 @@ def draw(seed: int) -> Script:
         elif kind in ("hang", "raise") and how >= 0.8:
             how -= 0.4
         if how < 0.4:
-            faults.append((slot, generator.randrange(STEPS), generator.choice(PHASES)))
+            faults.append((slot, generator.randrange(STEPS), generator.choice(STEP_PHASES)))
         elif how < 0.8:
             places = _WHERE_HANGS_ARE_FOUND if kind == "hang" else PLACES
             place, number = generator.choice(places), generator.randint(1, 3)

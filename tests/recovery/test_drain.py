@@ -26,13 +26,13 @@ def leaves(world: Worlds, job: Job, directory: Path, degrees: tuple[int, ...], *
     return result
 
 
-@pytest.mark.parametrize("slot", [0, 3, *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 2))])
+@pytest.mark.parametrize("slot", [0, *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 2, 3))])
 def test_a_slot_leaves(world: Worlds, slot: int, tmp_path: Path) -> None:
     job = Job((2, 2), drains=((1, slot, 3),))
     leaves(world, job, tmp_path, (1, 2) if slot < 2 else (2, 1))
 
 
-IN_TEST = ("accumulation", "manual", "buffers and schedule")
+IN_TEST = ("accumulation", "manual")
 
 
 @pytest.mark.parametrize("mode", [m if m in IN_TEST else pytest.param(m, marks=pytest.mark.chaos) for m in MODES])
@@ -52,7 +52,7 @@ def test_one_after_the_other_down_to_the_last_rank(world: Worlds, tmp_path: Path
     leaves(world, job, tmp_path, (1,))
 
 
-@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("slot", [0, pytest.param(1, marks=pytest.mark.chaos)])
 def test_the_last_rank_of_a_replica_leaves(world: Worlds, slot: int, tmp_path: Path) -> None:
     job = Job((1, 1), drains=((1 - slot, slot, 2),))
     leaves(world, job, tmp_path, (0, 1) if slot == 0 else (1, 0), dropped=True)
@@ -63,7 +63,9 @@ def test_registered_state_and_kept_graphs_come_along(world: Worlds, tmp_path: Pa
     leaves(world, Job((2, 2), drains=((0, 2, 3),), module="Keeps"), tmp_path / "keeps", (2, 1))
 
 
-@pytest.mark.parametrize("point", ["built", "travelled", "gradients", "switched"])
+@pytest.mark.parametrize(
+    "point", ["travelled", *(pytest.param(p, marks=pytest.mark.chaos) for p in ("built", "gradients", "switched"))]
+)
 @pytest.mark.parametrize(
     "dies", [0, pytest.param(1, marks=pytest.mark.chaos), pytest.param(2, marks=pytest.mark.chaos)]
 )
@@ -75,6 +77,7 @@ def test_a_death_on_the_way_cancels_it_or_follows_it(world: Worlds, point: str, 
     survives(world, job, tmp_path, degrees, released=released)
 
 
+@pytest.mark.chaos
 def test_copies_of_neighbours_are_made_anew(world: Worlds, tmp_path: Path) -> None:
     job = Job((4,), ((1, 6, "backward"),), drains=((0, 3, 2),), strategy={"redundancy": "neighbor"}, epochs=3)
     survives(world, job, tmp_path, (2,), released=[3])

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
+from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.recovery.jobs import PER_REPLICA, Job, Samples, Worlds, assert_returned, run
 from tests.recovery.models import Automatic
 
@@ -115,7 +115,7 @@ def test_losses_leave_nothing_in_the_survivors(world: Worlds, tmp_path: Path) ->
 @pytest.mark.timeout(400)
 def test_twenty_losses_in_one_job(world: Worlds, tmp_path: Path) -> None:
     """Eleven replicas at degree 2: one shrinks and is dropped after the other, until one is left."""
-    faults = tuple((slot, 3 + 2 * slot, PHASES[slot % len(PHASES)]) for slot in range(20))
+    faults = tuple((slot, 3 + 2 * slot, STEP_PHASES[slot % len(STEP_PHASES)]) for slot in range(20))
     _check(world, Job((2,) * 11, faults, batches=50, epochs=1), tmp_path, 360)
 
 
@@ -149,5 +149,5 @@ def test_a_job_with_a_loss_leaves_nothing(tmp_path: Path) -> None:
 def test_twenty_jobs_with_a_loss_leave_nothing(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     for number in range(20):
-        _script(tmp_path / str(number), number % 4, PHASES[number % len(PHASES)])
+        _script(tmp_path / str(number), number % 4, STEP_PHASES[number % len(STEP_PHASES)])
     assert set(os.listdir("/dev/shm")) <= before

@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
+from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.harness.leaks import session_processes
 from tests.lightning.rigs import EndState, largest_difference, slot
 from tests.recovery.jobs import PER_REPLICA, Job, Samples, Worlds, assert_returned, run
@@ -123,7 +123,7 @@ def draw(generator: random.Random, first: int, count: int, losses: int) -> tuple
     victims = [number for number in range(sum(DEGREES)) if number not in SPARED]
     steps = sorted(generator.sample(range(first + 2, first + count - 2), losses))
     return tuple(
-        (number, step, generator.choice(PHASES))
+        (number, step, generator.choice(STEP_PHASES))
         for number, step in zip(generator.sample(victims, losses), steps, strict=True)
     )
 

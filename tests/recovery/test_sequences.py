@@ -21,7 +21,7 @@ def test_losses_one_after_the_other_and_several_at_once(world: Worlds, tmp_path:
     survives(world, Job((4, 4), faults), tmp_path, (3, 0), dropped=True)
 
 
-@pytest.mark.parametrize("first", [0, pytest.param(4, marks=pytest.mark.chaos), 6])
+@pytest.mark.parametrize("first", [0, *(pytest.param(slot, marks=pytest.mark.chaos) for slot in (4, 6))])
 def test_mixed_degrees_with_losses_in_each(world: Worlds, first: int, tmp_path: Path) -> None:
     others = [slot for slot in (1, 5, 8) if slot != first + 1][:2]
     faults = ((first, 1, "forward"), (others[0], 3, "between_vote_and_update"), (others[1], 5, "backward"))
@@ -41,7 +41,7 @@ def test_ranks_that_die_in_the_same_moment(
     survives(world, Job((4, 4), gate=(2, phase)), tmp_path, degrees, together=slots)
 
 
-@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("slot", [0, pytest.param(1, marks=pytest.mark.chaos)])
 @pytest.mark.parametrize(
     "phase",
     [pytest.param("data", marks=pytest.mark.chaos), "backward", pytest.param("update", marks=pytest.mark.chaos)],
@@ -52,7 +52,7 @@ def test_a_replica_that_is_gone_leaves_its_samples_to_the_others(
     survives(world, Job((1, 1), ((slot, 2, phase),)), tmp_path, (0, 1) if slot == 0 else (1, 0), dropped=True)
 
 
-@pytest.mark.parametrize("slot", [0, 3])
+@pytest.mark.parametrize("slot", [0, pytest.param(3, marks=pytest.mark.chaos)])
 def test_a_replica_below_the_smallest_degree_is_dropped(world: Worlds, slot: int, tmp_path: Path) -> None:
     job = Job((2, 2, 2), ((slot, 2, "backward"),), strategy={"min_tensor_parallel_size": 2})
     degrees = (0, 2, 2) if slot == 0 else (2, 0, 2)

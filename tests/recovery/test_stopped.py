@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
+from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.recovery.jobs import Worlds, assert_left
 from tests.recovery.supervised import HEARTBEAT, Supervised, SupervisingProcess
 from tests.recovery.whole_runs import Found, Script, compare, undisturbed
@@ -65,7 +65,7 @@ def supervising(_process: SupervisingProcess) -> Iterator[SupervisingProcess]:
 
 def _stage(victim: Victim) -> tuple[str, int]:
     slot, place, number = victim
-    if place in PHASES:
+    if place in STEP_PHASES:
         return "step", number
     stage = next(places for places in _STAGES if place in places)
     return stage[0], number if len(stage) > 2 or place == "teardown" else 1
@@ -90,7 +90,7 @@ def _jobs() -> list[tuple[Victim, ...]]:
             # at the first and the second evaluation loop; before a run that others need it for, and after the last one
             number = {"teardown": 1 + 2 * (turn % 2)}.get(place, 1 + turn % 2 if place.startswith("validation_") else 1)
             left.append((slot, place, number))
-        left.append(((5 * turn + 2) % 8, PHASES[turn], turn % 6))
+        left.append(((5 * turn + 2) % 8, STEP_PHASES[turn], turn % 6))
     # rank 0 writes: for another slot to be rank 0, those before it must have gone
     jobs: list[list[Victim]] = []
     for writer in range(_PER_REPLICA):
@@ -114,8 +114,8 @@ def _fill(job: list[Victim], left: list[Victim]) -> None:
 
 
 def _script(degrees: tuple[int, ...], victims: tuple[Victim, ...]) -> Script:
-    deaths = tuple(victim for victim in victims if victim[1] not in PHASES)
-    faults = tuple((slot, step, phase) for slot, phase, step in victims if phase in PHASES)
+    deaths = tuple(victim for victim in victims if victim[1] not in STEP_PHASES)
+    faults = tuple((slot, step, phase) for slot, phase, step in victims if phase in STEP_PHASES)
     return Script(degrees, deaths, faults, kinds=tuple((victim[0], "stop") for victim in victims))
 
 
