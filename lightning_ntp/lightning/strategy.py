@@ -562,7 +562,7 @@ class NTPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._transaction is not None and self._runtime is not None and self.lightning_module is not None
-        if self.generation.topology.world_size == 1:
+        if self.generation.topology.world_size == 1 and not self._transaction.redoing:
             # Lightning 2.6.6 asks before a batch only where there are several ranks
             self._stop.stop_if_told(self.lightning_module.trainer)
         if self._survival is not None and self._survival.committed:

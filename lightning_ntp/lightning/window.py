@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.buffer_copies import BufferSlot
 from lightning_ntp.lightning.manual_state import ManualState
-from lightning_ntp.lightning.snapshot import Snapshot
+from lightning_ntp.lightning.snapshot import Restore, Snapshot
 
 
 class ReplayClosure(Closure):
@@ -38,6 +38,8 @@ class ReplayClosure(Closure):
             backward(loss)
 
         super().__init__(step, None if backward is None else backward_after_clearing, zero_grad)
+        self.progress: Restore = lambda: None
+        """Puts back where the loops were at its start."""
         self.opens_window = zero_grad is not None or backward is None
         """Whether nothing of earlier micro-batches is needed: gradients are cleared, or there are none."""
 
