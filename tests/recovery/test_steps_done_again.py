@@ -73,6 +73,32 @@ class Unfreezes(Automatic):
         return super().training_step(batch, batch_idx)
 
 
+class Pops(Automatic):
+    """Takes its targets out of its batch, as labels often are."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch if isinstance(batch, dict) else {"x": batch[0], "more": {"y": batch[1]}, "ids": batch[2]}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert "made" in batch and "y" not in batch["more"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        taken = batch["x"], batch["more"].pop("y"), batch["ids"]
+        batch["made"] = True
+        loss = self.loss(taken, batch_idx)
+        self.note(loss, taken)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return {"loss": loss}
+
+
 class Queue(Automatic):
     """Has a buffer too large to be copied while it does not change, which steps read; they change it from the third."""
 
@@ -130,6 +156,8 @@ class Clips(Automatic):
         ("Gathers", 5, {}),
         ("FreezesStatistics", 7, {}),
         ("Unfreezes", 7, {}),
+        ("Pops", 7, {}),
+        ("Pops", 7, {"settings": {"manual": True}}),
     ],
 )
 def test_what_changes_meanwhile_is_put_back(
