@@ -222,8 +222,11 @@ class ParameterValues:
     @torch.no_grad()
     def look(self, parameters: list[nn.Parameter]) -> bytes:
         """Equal for equal values. On a GPU it waits for the update."""
-        sums = [norm.double() for norm in torch._foreach_norm([self._sample(p) for p in parameters])]
-        return torch.stack(sums).cpu().numpy().tobytes() if sums else b""
+        norms = torch._foreach_norm([self._sample(p) for p in parameters]) if parameters else ()
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for norm in norms:
+            kinds.setdefault(norm.dtype, []).append(norm)
+        return b"".join(torch.stack(kind).double().cpu().numpy().tobytes() for kind in kinds.values())
 
     def forget(self) -> None:
         """Let go of what the samples were taken of."""
@@ -240,5 +243,5 @@ class ParameterValues:
         return values
 
 
-_LOOKED_AT = 1 << 14
+_LOOKED_AT = 1 << 12
 """Elements of a parameter, about."""
