@@ -93,7 +93,7 @@ class NeighbourCopies:
         self._copies: list[Copy] = []
         self._thread: threading.Thread | None = None
         self.interval, self.cost, self.step_seconds = 1, 0.0, 0.0
-        self._next = 0
+        self._next, self._taken, self._hurried = 0, 0, False
         self._agreed: Copy | None = None
         self.lost_way = ""
         """Why the steps since the newest copy cannot be done again; empty if they can."""
@@ -123,8 +123,11 @@ class NeighbourCopies:
         self.abandon()
         started = time.monotonic()
         made = self._pack(step, generation)
+        if self.lost_way:
+            self._agreed = None
         self._copies = [*([self._agreed] if self._agreed is not None else []), made]
-        self.lost_way = ""
+        self._hurried = self._hurried and step < self._taken + self.interval
+        self.lost_way, self._taken = "", step
         if made.complete:
             return
         self.cost = time.monotonic() - started
@@ -168,7 +171,9 @@ class NeighbourCopies:
     def counted(self, pending: int, lost: int, interval: int) -> None:
         """What the vote has said: the same on all ranks that have passed it."""
         if lost:
-            self._copies, self._agreed, self._next = [], None, 0
+            self._copies, self._agreed, self.interval = [], None, max(1, interval)
+            # at once, but for whoever loses the way again and again not more often than copies may cost
+            self._next, self._hurried = self._taken + self.interval if self._hurried else 0, True
         elif self._under_way and not pending:
             self._agree_on(self._copies[-1], interval)
 
@@ -320,6 +325,8 @@ class Restoring:
     ) -> None:
         self._model, self._states, self._source = model, states, source
         self.after, self.step = after, source.step
+        # state that was registered last may have been taken out, at the end of a fit
+        self._own = {key: value for key, value in source.own.items() if key[1] < len(states)}
         exchanges: dict[Sharding, Exchange] = {}
         for entry in model:
             if entry.sharding not in exchanges:
@@ -331,13 +338,12 @@ class Restoring:
     def bytes_moved(self) -> int:
         """Bytes that go over the wire, over all ranks."""
         return sum(
-            self._exchange(key).elements * self._width(key) * value.element_size()
-            for key, value in self._source.own.items()
+            self._exchange(key).elements * self._width(key) * value.element_size() for key, value in self._own.items()
         )
 
     def fingerprint(self) -> int:
         """A number that is equal on two ranks if they move the same tensors."""
-        moves = [(self.step, *key, str(value.dtype)) for key, value in self._source.own.items()]
+        moves = [(self.step, *key, str(value.dtype)) for key, value in self._own.items()]
         return zlib.crc32(repr(moves).encode())
 
     def sources(self) -> tuple[int, ...]:
@@ -349,7 +355,7 @@ class Restoring:
         replica, index = self.after.place(slot)
         return sum(
             self._entries[key[0]].local_shape(self._layouts(key, replica), index).numel() * value.element_size()
-            for key, value in self._source.own.items()
+            for key, value in self._own.items()
         )
 
     @torch.no_grad()
@@ -362,22 +368,20 @@ class Restoring:
         slots, own = self.after.slots, generation.slot
         assert generation.copies is not None
         groups: dict[torch.dtype, list[Key]] = {}
-        for key, value in self._source.own.items():
+        for key, value in self._own.items():
             groups.setdefault(value.dtype, []).append(key)
         for dtype in sorted(groups, key=str):
             keys = groups[dtype]
             entries = [WireEntry(self._exchange(key), self._dim(key), self._width(key), False) for key in keys]
             sources: list[Tensor | None] = [self._held(key) for key in keys]
             targets: list[Tensor | None] = [
-                self._source.own[key].new_empty(self._shape(key, generation))
-                if self._exchange(key).placed_at(own)
-                else None
+                self._own[key].new_empty(self._shape(key, generation)) if self._exchange(key).placed_at(own) else None
                 for key in keys
             ]
-            Wire(entries, slots, own).run(sources, targets, generation.copies, self._source.own[keys[0]])
+            Wire(entries, slots, own).run(sources, targets, generation.copies, self._own[keys[0]])
             for key, target in zip(keys, targets, strict=True):
                 # where nothing arrives, the shard is what it was
-                self._received[key] = self._source.own[key] if target is None else target
+                self._received[key] = self._own[key] if target is None else target
 
     @torch.no_grad()
     def install(self, slot: int, group: dist.ProcessGroup | None) -> None:
@@ -388,6 +392,8 @@ class Restoring:
             group: The process group of the replica, for forward and backward.
         """
         for number, state in enumerate(self._states):
+            if number == len(self._source.rest):
+                break  # registered since, by nobody who has made a step since
             rest = self._source.rest[number]
             for turn, entry in self._entries.items():
                 if turn not in rest:
@@ -417,7 +423,7 @@ class Restoring:
 
     def _held(self, key: Key) -> Tensor:
         """This rank's own part and, behind it, the one it keeps for its neighbour."""
-        own, kept = self._source.own[key], self._source.kept.get(key)
+        own, kept = self._own[key], self._source.kept.get(key)
         dim = self._dim(key)
         # of what is not cut everybody has all
         return own if kept is None or dim is None else torch.cat([own, kept], dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +68,28 @@ _CONTAINERS = (list, deque, dict, set)
 
 # Lightning 2.6.6 and torch 2.13 keep their own there; what of it a step changes is put back elsewhere
 _OF_LIGHTNING = frozenset(vars(LightningModule()))
+
+
+def remember_containers(value: Any) -> Restore:
+    """Remember what lists and dictionaries hold, also inside of each other: a batch, whose labels a step may pop."""
+    parts: list[Restore] = []
+    _remember_containers(value, parts)
+
+    def restore() -> None:
+        for part in parts:
+            part()
+
+    return restore
+
+
+def _remember_containers(value: Any, parts: list[Restore]) -> None:
+    if isinstance(value, UserDict):
+        value = value.data
+    if isinstance(value, list | dict):
+        parts.append(_content(value))
+    if isinstance(value, list | dict | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            _remember_containers(each, parts)
 
 
 # ---- all attributes, of all modules: for a step that is only tried out ----------------------------------------------

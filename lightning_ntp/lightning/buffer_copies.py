@@ -140,6 +140,18 @@ class BufferRecorder:
                 if slot.holder.get(slot.name) is copy.tensor and version_of(copy.tensor) == copy.version is not None:
                     copy.value = None
 
+    def uncopied(self) -> str:
+        """A large buffer that was taken to be constant and has changed since; empty if there is none. Said once."""
+        for slot, copy in self._large.items():
+            if copy.value is None and (slot.holder.get(slot.name) is not copy.tensor or _changed(copy)):
+                self._large[slot] = _Copy(slot, copy.tensor, None, copy.tensor)  # the next moment copies it
+                return slot.label
+        return ""
+
+
+def _changed(copy: _Copy) -> bool:
+    return version_of(copy.tensor) != copy.version
+
 
 def version_of(tensor: Tensor) -> int | None:
     """Counts the changes of a tensor; None for one that was made in inference mode, where nobody counts."""

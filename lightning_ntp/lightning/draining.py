@@ -54,7 +54,7 @@ class Draining:
         """What the vote has said."""
         self._announced = votes[0] - 1
 
-    def step_done(self, committed: int) -> None:
+    def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: begin to prepare what was announced in its vote."""
         slot, self._announced = self._announced, -1
         if slot < 0 or self._engine.planned is not None:

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.buffer_copies import BufferSlot
 from lightning_ntp.lightning.manual_state import OptimizerSettings
+from lightning_ntp.lightning.registered_state import RegisteredState
 from lightning_ntp.lightning.snapshot import Restore, SnapshotRecorder
 from lightning_ntp.lightning.window import Window
 
@@ -30,7 +31,7 @@ class Past:
         window: Its micro-batches.
         run: Runs the last of them and the update; in manual optimization the training step.
         number: The steps that were committed before it.
-        restore: Puts back progress and the optimizers' settings of its start.
+        restore: Puts back progress, modes and the optimizers' settings of its start.
     """
 
     window: Window
@@ -47,6 +48,7 @@ class History:
         recorder: Takes snapshots of what steps change.
         oldest: Gives the step of the oldest copy; None if there is none.
         device: The rank's, where batches are while a step runs.
+        registered: State per parameter besides the optimizers'; copies of it are kept too.
     """
 
     def __init__(
@@ -55,11 +57,15 @@ class History:
         recorder: SnapshotRecorder,
         oldest: Callable[[], int | None],
         device: torch.device,
+        registered: RegisteredState | None = None,
     ) -> None:
         self._trainer, self._recorder, self._oldest, self._device = trainer, recorder, oldest, device
+        self._registered = registered
         self._steps: list[Past] = []
         self._began: Restore = lambda: None
         self._known: tuple[Any, ...] | None = None
+        self._values = ParameterValues()
+        self._modes: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
 
     def begin(self) -> str:
         """A step begins: remember what it finds.
@@ -68,24 +74,40 @@ class History:
             Why the steps before it cannot be done again; empty if they can.
         """
         settings = OptimizerSettings(self._trainer.optimizers, self._schedulers())
-        progress = private.remember_loops(self._trainer)
+        progress, modes = private.remember_loops(self._trainer), self._remember_modes()
 
         def restore() -> None:
             settings.restore()
             progress()
+            modes()
 
         self._began = restore
-        known, self._known = self._known, self._look()
-        if known is None or known == self._known:
+        return self.meddled()
+
+    def meddled(self) -> str:
+        """Between two steps: has anything but steps and recoveries changed what only they may change?
+
+        Returns:
+            Why the steps before cannot be done again; empty if they can. It is said once.
+        """
+        if self._known is None:
             return ""
-        if known[:-1] != self._known[:-1]:
-            return "parameters were frozen or unfrozen, or an optimizer was given others, between two steps"
-        return "parameters were changed outside of the optimizers, between two steps"
+        before, known = self._known, self._look()
+        self._known = known
+        if before[:-2] != known[:-2]:
+            return (
+                "parameters were frozen or unfrozen, an optimizer was given others, or state was registered, between"
+                " two steps"
+            )
+        if before != known:
+            return "parameters were changed outside of the optimizers, between two steps"
+        return ""
 
     def commit(self, window: Window, run: Callable[[], Any] | None, committed: int) -> None:
         """A step is done."""
         if run is None:
             raise RuntimeError("a step was committed that cannot be run again: this should be impossible")
+        window.kept = None  # gradients of another step
         self._steps.append(Past(window, run, committed - 1, self._began))
         if self._device.type != "cpu":
             for closure in window.closures:
@@ -103,6 +125,7 @@ class History:
 
     def note_changing(self) -> None:
         """Before anything moves: find the buffers that the steps change."""
+        self._values.forget()
         entries = [entry for past in self._steps for entry in past.window.entries]
         if not entries:
             return
@@ -132,8 +155,8 @@ class History:
             evaluating: The evaluation loop that is running, if any.
         """
         trainer = self._trainer
-        module, changing = trainer.lightning_module, self._steps[0].window.changing if self._steps else set()
-        modes = [(each, each.training) for each in module.modules()]
+        changing = self._steps[0].window.changing if self._steps else set()
+        modes = self._remember_modes()
         stage = private.enter_training_stage(trainer)
         if evaluating is not None:
             private.back_to_training_mode(evaluating)
@@ -149,8 +172,7 @@ class History:
                 settings.restore()
                 progress()
                 stage()
-                for each, training in modes:
-                    each.training = training
+                modes()
 
     def _schedulers(self) -> list[Any]:
         return [config.scheduler for config in self._trainer.lr_scheduler_configs]
@@ -160,6 +182,66 @@ class History:
         groups = tuple(
             (id(o), tuple(len(group["params"]) for group in o.param_groups)) for o in self._trainer.optimizers
         )
-        parameters: list[nn.Parameter] = self._recorder.parameters
+        states = tuple(map(id, self._registered or ()))
+        parameters = self._parameters()
         flags = tuple(p.requires_grad for p in parameters)
-        return groups, flags, tuple(p._version for p in parameters)
+        return groups, states, flags, tuple(p._version for p in parameters), self._values.look(parameters)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        # the recorder looks around in the first step only
+        return self._recorder.parameters or list(self._trainer.lightning_module.parameters())
+
+    def _remember_modes(self) -> Restore:
+        """Which modules train (frozen statistics do not), and which parameters."""
+        modules = self._recorder.modules or list(self._trainer.lightning_module.modules())
+        parameters = self._parameters()
+        modes, flags = tuple(m.training for m in modules), tuple(p.requires_grad for p in parameters)
+        if (modes, flags) == self._modes:
+            modes, flags = self._modes  # one for many steps
+        self._modes = (modes, flags)
+
+        def restore() -> None:
+            for module, training in zip(modules, modes, strict=True):
+                module.training = training
+            for parameter, flag in zip(parameters, flags, strict=True):
+                parameter.requires_grad = flag
+
+        return restore
+
+
+class ParameterValues:
+    """Tells whether the values of parameters are others than before.
+
+    Versions do not: nobody counts changes that are made through ``parameter.data``, as weight clipping often is. Of
+    large parameters some elements are looked at, evenly spread.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[nn.Parameter, tuple[int, Tensor]] = {}
+
+    @torch.no_grad()
+    def look(self, parameters: list[nn.Parameter]) -> bytes:
+        """Equal for equal values. On a GPU it waits for the update."""
+        norms = torch._foreach_norm([self._sample(p) for p in parameters]) if parameters else ()
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for norm in norms:
+            kinds.setdefault(norm.dtype, []).append(norm)
+        return b"".join(torch.stack(kind).double().cpu().numpy().tobytes() for kind in kinds.values())
+
+    def forget(self) -> None:
+        """Let go of what the samples were taken of."""
+        self._samples.clear()
+
+    def _sample(self, parameter: nn.Parameter) -> Tensor:
+        known = self._samples.get(parameter)
+        if known is not None and known[0] == parameter.data_ptr() and known[1].dtype == parameter.dtype:
+            return known[1]
+        values = parameter.detach()
+        if values.numel() > _LOOKED_AT and values.is_contiguous():
+            values = values.view(-1)[:: values.numel() // _LOOKED_AT]
+        self._samples[parameter] = (parameter.data_ptr(), values)
+        return values
+
+
+_LOOKED_AT = 1 << 12
+"""Elements of a parameter, about."""

@@ -63,6 +63,11 @@ class ManualState:
         self._settings = OptimizerSettings(optimizers, schedulers)
         self._updated: dict[Optimizer, _OptimizerCopy] = {}
 
+    @property
+    def updated(self) -> bool:
+        """Whether an optimizer has stepped."""
+        return bool(self._updated)
+
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to change its parameters."""
         if self._registered is not None and self._registered_copy is None:

@@ -21,6 +21,8 @@ log = logging.getLogger("lightning_ntp")
 
 _KEPT = 4
 """Own shards and the neighbour's, of two moments: the newest copy is made while the one before is still needed."""
+_SAID = 3
+"""How often it is said that the way back is lost."""
 
 
 class NoRoomForCopies(RuntimeError):
@@ -54,7 +56,7 @@ class Redundancy:
         self._transaction: Transaction | None = None
         self._committed = 0
         self._last: float | None = None
-        self._said_dear = False
+        self._said_dear, self._lost = False, 0
 
     def keep_history(self, transaction: Transaction) -> None:
         """Of a fit: keep what must be done again after going back."""
@@ -130,22 +132,25 @@ class Redundancy:
         if self.copies.interval != before:
             self._tell()
 
-    def _step_done(self, committed: int) -> None:
+    def _step_done(self, committed: int, gathering: bool) -> None:
         now = time.monotonic()
         if self._last is not None and committed == self._committed + 1:
             seconds, known = now - self._last, self.copies.step_seconds
             # slow to follow: one long step must not make the copies frequent
             self.copies.step_seconds = min(0.9 * known + 0.1 * seconds, 2 * known) if known else seconds
-        if self.copies.is_due(committed):
+        if self.copies.is_due(committed) and not gathering:
             self.copies.take(committed, self._generation())
         self._last, self._committed = time.monotonic(), committed
 
     def _lose_way(self, why: str) -> None:
-        if not self.copies.lost_way:
+        if not self.copies.lost_way and self._lost < _SAID:
+            self._lost += 1
             log.warning(
-                "slot %d: %s; redundancy='neighbor' cannot go back across that, and makes a new copy",
+                "slot %d: %s; redundancy='neighbor' cannot go back across that, and makes a new copy%s",
                 self._generation().slot,
                 why,
+                ". This is not said again: if it happens all the time, there is no way back most of the time"
+                * (self._lost == _SAID),
             )
         self.copies.forget(why)
 

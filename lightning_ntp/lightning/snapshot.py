@@ -67,6 +67,7 @@ class SnapshotRecorder:
         self._trainer, self._device, self._others = trainer, device, others
         self._epoch = -1
         self.parameters: list[nn.Parameter] = []
+        self.modules: list[nn.Module] = []
         self._buffers = BufferRecorder()
         self._metrics = MetricRecorder()
         self._attributes = AttributeRecorder()
@@ -98,10 +99,14 @@ class SnapshotRecorder:
         """The step of the last snapshot is done."""
         self._buffers.committed()
 
+    def uncopied(self) -> str:
+        """A buffer that has changed though no snapshot has its values of before; empty if there is none. Said once."""
+        return self._buffers.uncopied()
+
     def look_around(self) -> None:
         """Find what there is to remember; by itself once an epoch."""
         module, self._epoch = self._trainer.lightning_module, self._trainer.current_epoch
-        self.parameters = list(module.parameters())
+        self.parameters, self.modules = list(module.parameters()), list(module.modules())
         self._buffers.look_around(module)
         self._metrics.look_around(module)
         self._attributes.look_around(module)

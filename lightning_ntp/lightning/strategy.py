@@ -36,6 +36,7 @@ from lightning_ntp.launch import RankIdentity, is_rank, progress
 from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.attribute_copies import remember_containers
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
 from lightning_ntp.lightning.batches import Batches
 from lightning_ntp.lightning.checkpoint_io import WholeFileIO, put_link
@@ -611,16 +612,33 @@ class NTPStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self._transaction is not None and self._runtime is not None and self.lightning_module is not None
-        if self.generation.topology.world_size == 1:
+        if self.generation.topology.world_size == 1 and not self._transaction.redoing:
             # Lightning 2.6.6 asks before a batch only where there are several ranks
             self._stop.stop_if_told(self.lightning_module.trainer)
         if self._survival is not None and self._loaded_at() != self._survival.committed:
             self._whole.forget_loaded()
         progress.current().begin(Tag.STEP)
-        output = self._transaction.training_step(partial(self._training_step, *args, **kwargs))
+        output = self._transaction.training_step(self._repeatable(partial(self._training_step, *args, **kwargs)))
         if not self.lightning_module.automatic_optimization:
             self._step_ends()
         return output
+
+    def _repeatable(self, step: Callable[[], STEP_OUTPUT]) -> Callable[[], STEP_OUTPUT]:
+        """The step, called several times in manual optimization, finds its batch whole each time."""
+        assert isinstance(step, partial) and self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            return step  # its closure does so
+        whole, first = remember_containers([*step.args, *step.keywords.values()]), True
+
+        def repeated() -> STEP_OUTPUT:
+            nonlocal first
+            if not first:
+                whole()
+            first = False
+            output: STEP_OUTPUT = step()
+            return output
+
+        return repeated
 
     def _training_step(self, batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None and self._transaction is not None

@@ -204,8 +204,11 @@ class Survival:
         self.engine.ready = ready
 
     def agree(self, error: Interrupted) -> engine.Outcome:
-        if self.transaction is not None and self.transaction.history is not None:
-            self.transaction.history.note_changing()
+        transaction = self.transaction
+        if transaction is not None and transaction.history is not None:
+            if not (transaction.open or transaction.redoing) and (why := transaction.history.meddled()):
+                transaction.lose_way(why)
+            transaction.history.note_changing()
         outcome: engine.Outcome = self._or_leave(lambda: self.engine.agree(error))
         self._forwards = outcome is engine.Outcome.FORWARD
         return outcome
@@ -229,6 +232,8 @@ class Survival:
             forbidden = error
         if self.engine.committed < steps:
             self._catch_up(steps)
+        if self.transaction is not None and self.transaction.history is not None:
+            self.transaction.history.settle()
         if forbidden is not None:
             raise forbidden
 

@@ -99,8 +99,10 @@ class Transaction:
         """How often a step was begun again."""
         self.history: History | None = None
         """The steps that may have to be done again, where neighbours keep copies."""
-        self.on_commit: list[Callable[[int], None]] = []
-        """Called after every step, with the number of steps; not for steps that are done again."""
+        self.on_commit: list[Callable[[int, bool], None]] = []
+        """Called after every step, with the number of steps, and whether gradients are being gathered for later ones;
+        not for steps that are done again.
+        """
         self.on_gradients: Callable[[], None] = lambda: None
         """Called in every step once all gradients are synced, before hooks, clipping and the vote; in manual
         optimization before the step begins. May change the layout, and the membership may interrupt it.
@@ -117,7 +119,7 @@ class Transaction:
         Args:
             oldest: The step of the oldest copy; None if there is none.
         """
-        self.history = History(self._trainer, self._recorder, oldest, self._device)
+        self.history = History(self._trainer, self._recorder, oldest, self._device, self.registered)
 
     @property
     def open(self) -> bool:
@@ -301,6 +303,8 @@ class Transaction:
             window = self._window = self._begin(Window())
         if closure not in window.closures:
             window.closures.append(closure)
+            if self.history is not None:
+                closure.progress = private.remember_loops(self._trainer)
         return window
 
     def _begin(self, window: Window) -> Window:
@@ -429,6 +433,8 @@ class Transaction:
     def _commit(self) -> None:
         window, forward = self._window, self._forward
         assert window is not None
+        # manual optimization over several steps: of what is in the gradients nobody keeps a copy
+        gathering = window.manual is not None and not window.manual.updated and self._has_gradients()
         self._recovery.committed += 1
         self._recovery.ready = self._forward = False
         self._window = None
@@ -440,6 +446,7 @@ class Transaction:
             if self.history is not None:
                 self.history.commit(window, window.run, self._recovery.committed)
                 self.history.settle()
+                self._check_buffers()
             if forward:
                 for closure in window.closures:
                     closure.let_go_of_graph()
@@ -448,7 +455,15 @@ class Transaction:
             self._recovery.complete()
         elif not self.redoing:
             for listener in self.on_commit:
-                listener(self._recovery.committed)
+                listener(self._recovery.committed, gathering)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._optimized())
+
+    def _check_buffers(self) -> None:
+        name = self._recorder.uncopied()
+        if name:
+            self.lose_way(f"the large buffer {name!r} has changed, after steps that had left it as it was")
 
     # ---- doing steps again ------------------------------------------------------------------------------------
 
@@ -467,6 +482,8 @@ class Transaction:
         ready, tag = self._recovery.ready, progress.current().tag
         try:
             with self.history.as_then(evaluating):
+                for parameter in self._optimized():
+                    parameter.grad = None
                 while self._recovery.committed < steps:
                     self._redo(self.history.since(self._recovery.committed)[0])
         finally:
@@ -488,11 +505,14 @@ class Transaction:
                 window.restore(position)
                 closure = window.entries[position].closure
                 assert closure is not None
+                closure.progress()
                 closure.rerun()
                 window.position = position + 1
             if manual:
                 window.restore(0)
                 window.manual = self._manual_state()
+            else:
+                window.closures[-1].progress()
             past.run()
 
         def may_replay(failure: Failure) -> None:
@@ -502,7 +522,8 @@ class Transaction:
         progress.current().begin(Tag.STEP)
         window.past, window.position, window.kept = True, 0, None
         self._window = window
-        window.drop_gradients(self._recorder.parameters, self._optimized())
+        if not manual:  # there gradients may be gathered over several steps
+            window.drop_gradients(self._recorder.parameters, self._optimized())
         try:
             self._until_done(window, run, 0, may_replay)
             if self._window is window:

@@ -13,9 +13,10 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.attribute_copies import remember_containers
 from lightning_ntp.lightning.buffer_copies import BufferSlot
 from lightning_ntp.lightning.manual_state import ManualState
-from lightning_ntp.lightning.snapshot import Snapshot
+from lightning_ntp.lightning.snapshot import Restore, Snapshot
 
 
 class ReplayClosure(Closure):
@@ -38,6 +39,9 @@ class ReplayClosure(Closure):
             backward(loss)
 
         super().__init__(step, None if backward is None else backward_after_clearing, zero_grad)
+        self._whole: Restore | None = None
+        self.progress: Restore = lambda: None
+        """Puts back where the loops were at its start."""
         self.opens_window = zero_grad is not None or backward is None
         """Whether nothing of earlier micro-batches is needed: gradients are cleared, or there are none."""
 
@@ -46,6 +50,10 @@ class ReplayClosure(Closure):
 
     def rerun(self) -> ClosureResult:
         """The micro-batch itself."""
+        if self._whole is not None:
+            self._whole()
+        else:
+            self._whole = remember_containers(self._arguments.get("batch"))
         return Closure.closure(self)
 
     def forget(self) -> None:
@@ -63,8 +71,14 @@ class ReplayClosure(Closure):
 
     def move_batch(self, device: torch.device) -> None:
         """Keep the batch elsewhere until it is needed again."""
-        if "batch" in self._arguments:
-            self._arguments["batch"] = move_data_to_device(self._arguments["batch"], device)
+        if "batch" not in self._arguments:
+            return
+        batch, whole = self._arguments["batch"], self._whole
+        now = remember_containers(batch)
+        if whole is not None:
+            whole()
+        self._arguments["batch"], self._whole = move_data_to_device(batch, device), None
+        now()  # hooks after the step look at what the step has made of it
 
     def let_go_of_graph(self) -> None:
         """Keep the result but not its graph, which would know parameters by their old shapes."""
