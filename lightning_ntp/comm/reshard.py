@@ -143,13 +143,19 @@ class Resharding:
                 shard.received = target
 
     def travel_gradients(self, group: dist.ProcessGroup, slots: Sequence[int], own: int) -> None:
-        """Move the gradients of the parameters that move, to be put in place by :meth:`install`.
+        """Move the synced gradients of the parameters that move, to be put in place by :meth:`install`.
 
-        They must be there on all ranks or on none: as after a gradient sync.
+        Those that are not there on all ranks are left behind: they are of a step that is done again.
         """
+        parameters = [s for s in self._shards if s.holder is None]
         for shard in self._shards:
             shard.gradient = None
-        moving = [s for s in self._shards if s.holder is None and s.entry.parameter.grad is not None]
+        if not parameters:
+            return
+        there = torch.tensor([s.entry.parameter.grad is not None for s in parameters], dtype=torch.int32)
+        there = there.to(parameters[0].local.device)
+        dist.all_reduce(there, op=dist.ReduceOp.MIN, group=group)
+        moving = [s for s, flag in zip(parameters, there.tolist(), strict=True) if flag]
         for shards in _by_dtype(moving):
             gradients = [s.entry.parameter.grad for s in shards]
             received = self._exchange(shards, [g.detach() for g in gradients if g is not None], group, slots, own)

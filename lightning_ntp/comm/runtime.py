@@ -154,6 +154,8 @@ class Runtime:
         self._pid = os.getpid()
         self._seconds: dict[str, float] = {}
         self._changes = 0
+        self.farewell = ""
+        """Why this rank leaves, if not because its work is done: what the others are told when it closes."""
         self.may_start: Callable[[str], None] = lambda group: None
         """Called before every collective, on any group; raises where none may start."""
         self.repeat: Callable[[str, Callable[[], Any]], Any] = lambda what, collective: collective()
@@ -252,7 +254,7 @@ class Runtime:
         progress.current().leave()
         self._guard.close()  # a store that is lost now is no news
         with suppress(StoreLostError):
-            self.membership.leave(reason, others_go_on)
+            self.membership.leave(reason or self.farewell, others_go_on)
         self._leave_generation(reset=False)
         self.lane.close()
         self.membership.close()

@@ -52,11 +52,8 @@ class PlannedLeave:
         self._began = time.monotonic()
         self._preparation = runtime.prepare(self.after, self._travel)
 
-    def switch(self, gradients: bool) -> bool:
+    def switch(self) -> bool:
         """Change over. Collective over all members, between the gradient sync of a step and what follows it.
-
-        Args:
-            gradients: Whether those of the moving units are needed: between two steps they are not.
 
         Returns:
             False on the rank that leaves: it has no part in the job any more.
@@ -67,10 +64,8 @@ class PlannedLeave:
         waited = time.monotonic()
         self._preparation.wait()
         began = time.monotonic()
-        if gradients:
-            group = self._preparation.group
-            with torch.no_grad():
-                self._resharding.travel_gradients(group, self.before.slots, self._runtime.slot)
+        with torch.no_grad():
+            self._resharding.travel_gradients(self._preparation.group, self.before.slots, self._runtime.slot)
         uid = self._runtime.membership.roster.members.get(self.slot, "")
         if not self._runtime.enter(self._preparation, self.slot, uid, self.reason):
             raise Interrupted("a planned change was interrupted: the membership has changed")

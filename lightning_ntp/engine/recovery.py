@@ -115,6 +115,8 @@ class RecoveryEngine:
         self._lost: tuple[int, ...] = ()
         self.records: Mapping[int, Mapping[str, Any]] = {}
         self._retries: tuple[int, int] = (-1, 0)
+        self.keeps_gradients = False
+        """Whether gradients outlive a step, so that they must move too: manual optimization may gather them."""
         self.over = False
         """A rank has left because its script is done. It has passed the last operation of all, so nobody needs more."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
@@ -169,7 +171,7 @@ class RecoveryEngine:
         assert self._model is not None and self.planned is None
         self.planned = PlannedLeave(self._runtime, self._model, self._states, self._layout, slot, reason)
 
-    def switch(self, gradients: bool) -> bool:
+    def switch(self) -> bool:
         """Make the planned change. Collective over all members; see :meth:`PlannedLeave.switch`.
 
         Returns:
@@ -180,7 +182,7 @@ class RecoveryEngine:
         """
         planned = self.planned
         assert planned is not None
-        stays = planned.switch(gradients)
+        stays = planned.switch()
         self.planned = None
         if stays:
             self._layout = planned.after
@@ -374,6 +376,8 @@ class RecoveryEngine:
         self._check_alike(resharding)
         self._check_memory(resharding)
         resharding.receive(generation)
+        if self.keeps_gradients and isinstance(resharding, Resharding):
+            resharding.travel_gradients(generation.world, recovery.after.slots, generation.slot)
         self._rounds = 1 + max(int(r["installed"]) for r in recovery.records.values())
         self._staged = (self._rounds, resharding)
         # passing this vote means that everybody has received everything

@@ -66,11 +66,8 @@ class Draining:
             return
         self._engine.plan_leave(slot, self._runtime.membership.read(_key(slot)))
 
-    def change(self, gradients: bool) -> None:
+    def change(self) -> None:
         """Make the change that is prepared, if there is one. Does not return on the rank that leaves.
-
-        Args:
-            gradients: Whether those of a step are there, to be moved too.
 
         Raises:
             Interrupted: If the membership changes first.
@@ -78,7 +75,7 @@ class Draining:
         planned = self._engine.planned
         if planned is None:
             return
-        if not self._engine.switch(gradients):
+        if not self._engine.switch():
             self._leave(planned.reason)
         self._requests.pop(planned.slot, None)
 

@@ -441,8 +441,9 @@ class NTPStrategy(ParallelStrategy):
             draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
             self._stop.riders, self._stop.drain = [draining], self._drain_self
             transaction.on_commit.append(draining.step_done)
-            automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
-            transaction.on_gradients = lambda: draining.change(gradients=automatic)
+            transaction.on_gradients = draining.change
+            assert self.lightning_module is not None
+            survival.engine.keeps_gradients = not self.lightning_module.automatic_optimization
 
     def drain(self, slot: int, reason: str = "") -> None:
         """Let a slot leave as planned, in one of the next training steps: no step is lost and none is done again.

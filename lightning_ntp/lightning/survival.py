@@ -148,6 +148,8 @@ class Survival:
         """
         if not isinstance(error, Exception):
             return error
+        # else the others would take its leave for the end of the script
+        self._runtime.farewell = f"raised {type(error).__name__}"
         if isinstance(error, Interrupted):
             return self._not_repeated(error)
         topology, slot = self._runtime.generation.topology, self._runtime.slot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.lightning.rigs import assert_same
+from lightning_ntp.comm import Generation
+from tests.lightning.rigs import assert_same, slot
 from tests.recovery.jobs import EXACT, Job, Result, Worlds, run, undisturbed
 from tests.recovery.models import Automatic
 
@@ -36,6 +38,27 @@ def test_the_last_copy_is_lost(world: Worlds, tmp_path: Path) -> None:
         assert "JobLost: slots 1, 3 lost" in error and "had their only copies on the lost slots" in error
         assert f"newest checkpoint: {tmp_path}/kept/" in error and "step=3" in error, error
     assert max(o.seconds for o in result.outcomes if o.state == "raised") < 60
+
+
+class SlowToEnter(Automatic):
+    """Slot 2 comes into a new generation a second after the others."""
+
+    def on_train_start(self) -> None:
+        if slot() == 2:
+            connect = Generation.connect
+
+            def slow(generation: Generation) -> None:
+                connect(generation)
+                time.sleep(1.0)
+
+            Generation.connect = slow  # type: ignore[method-assign]
+
+
+def test_a_rank_that_ends_for_want_of_a_copy_is_not_taken_for_done(world: Worlds, tmp_path: Path) -> None:
+    """The others may still be on their way into the generation in which it has seen that."""
+    result = run(world, Job((2, 2), module=f"{__name__}:SlowToEnter", gate=(3, "sync")), tmp_path, together=(1, 3))
+    for error in errors_of(result, {0, 2}):
+        assert "JobLost: slot" in error and "only copies" in error, error
 
 
 @pytest.mark.parametrize("phase", ["backward", "update"])

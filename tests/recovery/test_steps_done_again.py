@@ -190,6 +190,14 @@ def test_who_loses_the_way_in_every_step_does_not_pay_for_a_copy_in_every_step(w
     assert output.count(TOLD) == 3 and output.count("This is not said again") == 1
 
 
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.chaos), 3])
+def test_gathered_gradients_move_with_the_shards(world: Worlds, step: int, tmp_path: Path) -> None:
+    """In an ordinary recovery, and in a planned leave."""
+    survives(world, Job((2, 2), ((1, step, "backward"),), module=HERE + "Gathers", epochs=3), tmp_path / "1", (1, 2))
+    leave = Job((2, 2), module=HERE + "Gathers", drains=((0, 3, step),), epochs=3)
+    survives(world, leave, tmp_path / "2", (2, 1), released=[3])
+
+
 def test_manual_optimization_begins_with_the_first_copy(world: Worlds, tmp_path: Path) -> None:
     result = survives(
         world, Job((3,), ((1, 0, "forward"),), module="Manual", strategy=COPIES), tmp_path, (2,), bound=EXACT
