@@ -92,7 +92,7 @@ def run_ntp(kills: Sequence[Kill], limit: float) -> list[Loss]:
     script = [sys.executable, str(HERE / "_recovery_ntp.py")]
     with tempfile.TemporaryDirectory(prefix="recovery-ntp-") as name:
         directory = Path(name)
-        _run([*script, name, str(steps), *_as_arguments(kills)], directory, limit)
+        run_job([*script, name, str(steps), *_as_arguments(kills)], directory, limit)
         return list(_losses(read_marks(directory), kills))
 
 
@@ -108,7 +108,7 @@ def run_copies(kills: Sequence[Kill], limit: float) -> list[dict[str, Any]]:
     steps = max(step for _, step in kills) + 1 + ALONE
     script = [sys.executable, str(HERE / "_recovery_ntp.py")]
     with tempfile.TemporaryDirectory(prefix="recovery-copies-") as name:
-        _run([*script, name, str(steps), *_as_arguments(kills), "--copies"], Path(name), limit)
+        run_job([*script, name, str(steps), *_as_arguments(kills), "--copies"], Path(name), limit)
         return list(read_events(Path(name) / FILE_NAME))
 
 
@@ -125,7 +125,7 @@ def run_torchrun(kills: Sequence[Kill], every: int, limit: float) -> list[Restar
     launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(HERE / "_recovery_torchrun.py")]
     with tempfile.TemporaryDirectory(prefix="recovery-torchrun-") as name:
         directory = Path(name)
-        _run([*launcher, name, str(steps), str(every), *_as_arguments(kills)], directory, limit)
+        run_job([*launcher, name, str(steps), str(every), *_as_arguments(kills)], directory, limit)
         return list(_restarts(read_marks(directory), kills, time.monotonic()))
 
 
@@ -133,7 +133,7 @@ def _as_arguments(kills: Sequence[Kill]) -> list[str]:
     return [f"{slot}:{step}" for slot, step in kills]
 
 
-def _run(command: list[str], directory: Path, limit: float) -> None:
+def run_job(command: list[str], directory: Path, limit: float) -> None:
     # without the first variable torchrun's restart never gets over its own store's port, on gloo
     environ = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     with open(directory / "output.txt", "wb") as output, _ended(directory, command, environ, output) as process:

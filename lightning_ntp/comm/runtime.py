@@ -74,6 +74,7 @@ class Preparation:
         self._present = runtime.generation
         self._name = f"{self._present.number}.planned"
         self._built: Generation | None = None
+        self._ready = False
         self._group: InterruptibleGroup | None = None
         self._construction = Construction(self._run, runtime.membership.changed)
 
@@ -85,6 +86,8 @@ class Preparation:
             RuntimeError: If something else went wrong.
         """
         life = self._present.life
+        if self._ready:
+            return
         try:
             done = self._construction.wait(lambda: life.interrupted)
         except RuntimeError as error:
@@ -93,6 +96,7 @@ class Preparation:
             raise life.explain(error) from error
         if done is None:
             raise Interrupted(f"a planned change was interrupted: {life.reason}")
+        self._ready = True
 
     def take(self) -> Generation | None:
         """What was built; None for a rank that is no member of it."""
