@@ -436,6 +436,7 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
+        self._stop.riders, self._draining = [], None
         if transaction is not None:
             assert self._runtime is not None
             draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
