@@ -88,6 +88,8 @@ class Evaluation:
         """How many loops this rank has begun in the job."""
         self._passed = 0
         self._inside = False
+        self._computed = False
+        """The results of the running loop are there: hooks hear of them, and may save checkpoints."""
         self._step: Callable[[], None] | None = None
         self._snapshot: Snapshot | None = None
         self.replays = 0
@@ -97,7 +99,9 @@ class Evaluation:
         """Take over the evaluation loops."""
         for loop in private.evaluation_loops(self._trainer):
             self._undo.append(
-                private.patch_evaluation(loop, partial(self._run, loop), partial(self._run_batch, loop), self._end)
+                private.patch_evaluation(
+                    loop, partial(self._run, loop), partial(self._run_batch, loop), self._end, self._have_results
+                )
             )
 
     def uninstall(self) -> None:
@@ -112,16 +116,22 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         """What other survivors must know."""
-        return {"loops": self.begun, "looping": self._loop is not None, "passed": self._passed, "inside": self._inside}
+        return {
+            "loops": self.begun,
+            "looping": self._loop is not None and not self._computed,
+            "passed": self._passed,
+            "inside": self._inside,
+        }
 
     def check_whole(self) -> None:
         """After a change: can the running loop go on?
 
         Raises:
-            RestartLoop: If a replica is gone, and nobody has finished the loop with it.
+            RestartLoop: If a replica is gone, and nobody has computed the results of the loop with it.
         """
         if self._loop is None or self._replicas == self._generation().topology.live_replicas:
             return
+        # metrics are computed together: what one rank has, the others have or will get from it
         others = [each["evaluation"] for each in self._recovery.records.values()]
         if not any(o["loops"] > self.begun or o["loops"] == self.begun and not o["looping"] for o in others):
             self._operations.settle()
@@ -137,7 +147,7 @@ class Evaluation:
             start = self._recorder.take()
             while True:
                 self._replicas = self._generation().topology.live_replicas
-                self._passed, self._inside = self.begun * _LOOP, False
+                self._passed, self._inside, self._computed = self.begun * _LOOP, False, False
                 progress.current().back_to(Tag.EVALUATION_START)
                 try:
                     result = run()
@@ -155,7 +165,7 @@ class Evaluation:
         finally:
             self._forget_batch()
             progress.current().back_to(before)
-            self._loop, self._inside = None, False
+            self._loop, self._inside, self._computed = None, False, False
 
     def _run_batch(
         self,
@@ -188,6 +198,9 @@ class Evaluation:
             progress.current().begin(Tag.EVALUATION_END)
             self._pass_vote(inside=False)
             self._forget_batch()
+
+    def _have_results(self) -> None:
+        self._computed = True
 
     # ---- one batch --------------------------------------------------------------------------------------------
 

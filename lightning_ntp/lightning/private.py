@@ -450,18 +450,21 @@ def patch_evaluation(
     run: Callable[[Callable[[], Any]], Any],
     step: Callable[..., None],
     end: Callable[[], None],
+    results: Callable[[], None],
 ) -> Callable[[], None]:
     """Let an evaluation loop, its batches and the end of each dataloader pass through us; the result undoes it.
 
     2.6.6: ``run`` fetches batches, calls ``_evaluation_step`` (``_predict_step``) with (batch, batch_idx,
     dataloader_idx, dataloader_iter) for each, ``_store_dataloader_outputs`` after the last one of a dataloader and
-    ``on_run_end`` after the last one of all.
+    ``on_run_end`` after the last one of all. There evaluation computes and logs the metrics of the epoch, then calls
+    ``_on_evaluation_end``, whose hooks may save checkpoints.
 
     Args:
         loop: The loop.
         run: Called with the loop's own ``run``.
         step: Called with the loop's own step, then its arguments.
         end: Called when all batches of a dataloader are done, before anything is made of their results.
+        results: Called when all metrics are computed, before the hooks that hear of it. Not in prediction.
     """
     kind = type(loop)
     name = "_predict_step" if isinstance(loop, _PredictionLoop) else "_evaluation_step"
@@ -471,11 +474,17 @@ def patch_evaluation(
         end()
         return getattr(kind, after)(loop)
 
+    def hooks_hear(*args: Any, **kwargs: Any) -> None:
+        results()
+        getattr(kind, "_on_evaluation_end")(loop, *args, **kwargs)  # noqa: B009
+
     patched = {
         "run": partial(run, partial(kind.run, loop)),
         name: partial(step, partial(getattr(kind, name), loop)),
         after: ended,
     }
+    if not isinstance(loop, _PredictionLoop):
+        patched["_on_evaluation_end"] = hooks_hear
     loop.__dict__.update(patched)
 
     def undo() -> None:

@@ -267,6 +267,15 @@ def test_evaluation_loops_are_made_of_the_parts_that_are_taken_over() -> None:
         assert f"self.{step}(batch,batch_idx,dataloader_idx,dataloader_iter)" in code
         # whatever is made of the results of a dataloader comes after it
         assert code.rindex(f"self.{step}(") < code.rindex(f"self.{end}()")
+    # all metrics are computed when the hooks hear of it, which may save checkpoints
+    code = source(_EvaluationLoop.on_run_end)
+    ends = (
+        "self._on_evaluation_epoch_end()",
+        "update_eval_epoch_metrics()",
+        "log_eval_end_metrics(",
+        "self._on_evaluation_end()",
+    )
+    assert [code.index(part) for part in ends] == sorted(code.index(part) for part in ends)
     for loop, names in (
         (loops[0], ("_has_run", "_seen_batches_per_dataloader", "_logged_outputs")),
         (loops[3], ("_predictions", "epoch_batch_indices")),

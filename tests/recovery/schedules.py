@@ -23,6 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -199,7 +200,7 @@ class Runner:
                 raise AssertionError(f"{result.cause}\n{result.output[-3000:]}\n{[o.stacks for o in result.outcomes]}")
             line.end, line.deviation = judge(result, script, want)
         except AssertionError as error:
-            line.why = str(error)
+            line.why = str(error) or traceback.format_exc()
         changes = _changes(directory / "rows" / "events.jsonl")
         line.recoveries = len(changes)
         line.slowest = max((sum(change["seconds"].values()) for change in changes), default=0.0)
