@@ -230,7 +230,9 @@ class NeighbourCopies:
             try:
                 return Restoring(self._model, list(self._states()), each, after, copies)
             except TopologyError:
-                reason = f"nor does a neighbour have a copy of everything (they are of step {each.step})"
+                missing = [s for s in then.slots if s not in after.slots and s not in copies]
+                where = ", ".join(f"the copy of slot {s} was on slot {keeper_of.get(s, s)}" for s in missing)
+                reason = f"the neighbours' copies, of step {each.step}, do not help: {where}, which is lost too"
         return reason
 
     def _held_by_all(self, records: Mapping[int, Mapping[str, Any]]) -> Iterator[Copy]:

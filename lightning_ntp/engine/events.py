@@ -94,21 +94,21 @@ class EventLog:
 
         Phases are taken to have followed each other without a gap, the last one ending now; ``monotonic`` is their end.
         """
-        ended = time.monotonic()
+        ended, step = time.monotonic(), change.step + change.gone_back
         phases = [(name, change.seconds[key]) for key, name in PHASES.items() if key in change.seconds]
         at = ended - sum(seconds for _, seconds in phases)
         for slot in change.lost:
             gone = {"reason": change.left} if change.left else {}
-            self.write("leave" if change.left else "death", slot=slot, step=change.step, monotonic=at, **gone)
+            self.write("leave" if change.left else "death", slot=slot, step=step, monotonic=at, **gone)
         for name, seconds in phases:
             at += seconds
             details: dict[str, Any] = {"seconds": round(seconds, 6)}
             if name == "reshard":
                 details |= {"bytes": change.moved_bytes, "sources": list(change.sources)}
-            self.write(name, step=change.step, monotonic=at, **details)
+            self.write(name, step=step, monotonic=at, **details)
         self.write(
             "change",
-            step=change.step,
+            step=step,
             monotonic=ended,
             lost=list(change.lost),
             joined=_joined(change),
@@ -152,8 +152,13 @@ def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:
     return known | dict(seconds)
 
 
-def describe(change: Change) -> str:
-    """A change in one line: what died, the new degrees, what moved from where, how long each phase took."""
+def describe(change: Change, goes_on: str = "") -> str:
+    """A change in one line: what died, the new degrees, what moved from where, how long each phase took.
+
+    Args:
+        change: The change.
+        goes_on: What is under way, if not a training step.
+    """
     parts = []
     if change.left:
         parts.append(f"{name_slots(change.lost)} left ({change.left})")
@@ -168,7 +173,8 @@ def describe(change: Change) -> str:
     moved = "nothing moved"
     if change.moved_bytes:
         moved = f"{_size(change.moved_bytes)} moved from {name_slots(change.sources)}"
-    lines = [f"{head}: {degrees}, {change.after.world_size} ranks", moved]
+    ranks = change.after.world_size
+    lines = [f"{head}: {degrees}, {ranks} rank{'s' if ranks != 1 else ''}", moved]
     if change.seconds:
         total = sum(change.seconds.values())
         phases = ", ".join(f"{key} {_milliseconds(seconds)}" for key, seconds in _in_order(change.seconds).items())
@@ -178,9 +184,10 @@ def describe(change: Change) -> str:
         lines.append(f"slot {first} is rank 0 now")
     if change.gone_back:
         steps = f"{change.gone_back} step{'s' if change.gone_back != 1 else ''}"
-        lines.append(f"no replica holds all of it: back {steps} to the neighbours' copies, which are done again")
+        lines.append(f"no replica holds all of it: back to the neighbours' copies, {steps} to do again")
     # `step` counts committed steps, so the one that goes on has that number counted from 0
-    lines.append(f"step {change.step} goes on" if not change.left else f"no step was held up: step {change.step}")
+    step = f"step {change.step + change.gone_back}"
+    lines.append(f"no step was held up: {step}" if change.left else f"{goes_on or step} goes on")
     return "; ".join(lines)
 
 

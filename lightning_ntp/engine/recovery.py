@@ -297,7 +297,7 @@ class RecoveryEngine:
             raise JobLost(str(decision))
         found = self.copies.choose(recovery.records, recovery.after)
         if isinstance(found, str):
-            raise JobLost(f"{decision} ({found})")
+            raise JobLost(f"{decision}; {found}")
         return found
 
     def _recover(self) -> Recovery:

@@ -118,6 +118,14 @@ class Redundancy:
             self._transaction.history.forget_old()
             self._transaction.history.settle()
 
+    def renew(self, committed: int) -> None:
+        """The membership has changed: make a new copy now, beside whatever goes on. All survivors call it alike.
+
+        Not with manual optimization, which may be gathering gradients: there the next step makes it.
+        """
+        if self._model.module.automatic_optimization:
+            self.copies.take(committed, self._generation())
+
     def ballot(self) -> tuple[int, ...]:
         """What this rank says in the vote of a step; the largest of each counts."""
         return self.copies.ballot()

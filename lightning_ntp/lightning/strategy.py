@@ -289,6 +289,11 @@ class NTPStrategy(ParallelStrategy):
         return self._survival.transaction if self._survival is not None else None
 
     @property
+    def slot(self) -> int:
+        """This rank's fixed place, as logs and :meth:`drain` call it; its rank may change, its slot does not."""
+        return self.generation.slot
+
+    @property
     def replica(self) -> int:
         """The replica this rank belongs to."""
         return self.generation.replica
@@ -480,6 +485,7 @@ class NTPStrategy(ParallelStrategy):
         )
         redundancy.check_memory(self.optimizers if fits else [])
         self._survival.engine.copies = redundancy.copies
+        self._survival.renew = redundancy.renew
         if self._survival.transaction is not None:
             redundancy.keep_history(self._survival.transaction)
         self._stop.riders.append(redundancy)

@@ -88,6 +88,8 @@ class Survival:
         self._events: engine.EventLog | None = None
         self._replaying_since: float | None = None
         self._loops = 0
+        self.renew: Callable[[int], None] = lambda committed: None
+        """Called when a change is complete, with the committed steps: makes new copies for neighbours."""
         self._forwards = False
         """The change that is under way found this rank in the vote on a step that others had committed."""
 
@@ -138,6 +140,7 @@ class Survival:
             self.evaluation.uninstall()
             self._loops = self.evaluation.begun
         self.transaction = self.evaluation = None
+        self.renew = lambda committed: None
         self.rows.uninstall()
 
     def judge(self, error: BaseException) -> BaseException:
@@ -222,8 +225,10 @@ class Survival:
             RestartLoop: If the running evaluation loop must begin again.
         """
         self._or_leave(self._complete)
-        redoing = self.transaction is not None and self.transaction.redoing
-        if self.evaluation is not None and not redoing:
+        if self.transaction is not None and self.transaction.redoing:
+            return
+        self.renew(self.engine.committed)
+        if self.evaluation is not None:
             self.evaluation.check_whole()
 
     def _complete(self) -> None:
@@ -308,7 +313,9 @@ class Survival:
             if self._forwards:
                 self._events.write("forward", step=change.step - 1)
         if trainer.is_global_zero:
-            log.warning(engine.describe(change))
+            stage = trainer.state.stage
+            evaluates = self.transaction is None and stage is not None
+            log.warning(engine.describe(change, stage.value if evaluates and stage is not None else ""))
             gone = [r for r in change.before.live_replicas if r not in change.after.live_replicas]
             if gone and self.transaction is not None:
                 log.warning("metrics of this epoch that only replica %s had accumulated are partial", gone)
