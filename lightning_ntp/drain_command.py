@@ -28,10 +28,8 @@ def main(args: Sequence[str] | None = None) -> None:
     pid = job.pids[options.slot]
     leave_reason(job.directory, options.slot).write_text(options.reason)
     os.kill(pid, signal.SIGTERM)
-    print(
-        f"slot {options.slot} (pid {pid}) of job {job.name} was asked to leave: it goes in one of the next training steps,"
-    )
-    print("or at once if the job is not training now, which costs no more than a loss")
+    print(f"slot {options.slot} (pid {pid}) of job {job.name} was asked to leave: it goes in one of the next training")
+    print("steps, or at once if the job is not training now, which costs no more than a loss")
     deadline = time.monotonic() + options.wait
     while time.monotonic() < deadline:
         if options.slot not in _now(job).pids:
