@@ -80,7 +80,7 @@ _VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("degrees", [(2,), (4, 3)], ids=_name)
+@pytest.mark.parametrize("degrees", [pytest.param((2,), marks=pytest.mark.chaos), (4, 3)], ids=_name)
 @pytest.mark.parametrize("variant", _VARIANTS)
 def test_raw_gradients_of_every_model_variant_are_the_dense_ones(
     world: Worlds, variant: str, degrees: tuple[int, ...]
@@ -128,7 +128,7 @@ def test_uneven_batches_weigh_every_sample_alike(
     _check(world, replace(_SGD, **changes), degrees, gradients=True)
 
 
-@pytest.mark.parametrize("degrees", [(2,), (4, 3)], ids=_name)
+@pytest.mark.parametrize("degrees", [pytest.param((2,), marks=pytest.mark.chaos), (4, 3)], ids=_name)
 def test_accumulated_micro_batches_are_one_step(world: Worlds, degrees: tuple[int, ...]) -> None:
     """Seven or eight micro-batches to an epoch: its last window is a short one."""
     _check(world, replace(_CLIPPED, accumulate=3, dataset_size=29 * len(degrees), steps=12), degrees)
@@ -139,13 +139,13 @@ def test_clipping_by_value_clips_the_dense_gradient(world: Worlds) -> None:
     _check(world, Recipe(optimizer="sgd", lr=0.1, clip_value=0.01), (4, 3))
 
 
-@pytest.mark.parametrize("degrees", [(2,), (4, 3)], ids=_name)
+@pytest.mark.parametrize("degrees", [pytest.param((2,), marks=pytest.mark.chaos), (4, 3)], ids=_name)
 def test_manual_optimization_follows_the_dense_run(world: Worlds, degrees: tuple[int, ...]) -> None:
     _check(world, _CLIPPED, degrees, manual=True)
     _check(world, replace(_SGD, steps=4), degrees, manual=True, gradients=True)
 
 
-@pytest.mark.parametrize("degrees", [(2,), (4, 3)], ids=_name)
+@pytest.mark.parametrize("degrees", [pytest.param((2,), marks=pytest.mark.chaos), (4, 3)], ids=_name)
 def test_bf16_mixed_is_as_near_to_float32_as_the_dense_run_is(world: Worlds, degrees: tuple[int, ...]) -> None:
     """bf16 keeps 8 bits, and another order of sums rounds otherwise: so two bf16 runs do not agree, but both err alike.
 

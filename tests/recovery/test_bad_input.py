@@ -72,7 +72,7 @@ class Iterating(Automatic):
         raise AssertionError("never called")
 
 
-@pytest.mark.parametrize("phase", ["forward", "update"])
+@pytest.mark.parametrize("phase", ["forward", pytest.param("update", marks=pytest.mark.chaos)])
 def test_a_group_held_across_a_loss_is_an_error(world: Worlds, phase: str, tmp_path: Path) -> None:
     result = run(world, Job((2, 2), ((3, 2, phase),), module=f"{__name__}:OwnGroup"), tmp_path)
     for error in errors_of(result, {0, 1, 2}):
@@ -93,7 +93,7 @@ def test_a_collective_between_vote_and_update_is_an_error(world: Worlds, tmp_pat
         assert "was called between the vote on a step and the end of its update" in error, error
 
 
-@pytest.mark.parametrize("faults", [(), ((2, 0, "between_vote_and_update"),)])
+@pytest.mark.parametrize("faults", [(), pytest.param(((2, 0, "between_vote_and_update"),), marks=pytest.mark.chaos)])
 def test_a_state_that_is_no_shard_is_named_in_the_first_step(world: Worlds, faults: Any, tmp_path: Path) -> None:
     result = run(world, Job((2, 1), faults, module=f"{__name__}:WithOdd"), tmp_path)
     for error in errors_of(result, {0, 1, 2} - {f[0] for f in faults}):

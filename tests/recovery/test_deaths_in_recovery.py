@@ -24,7 +24,7 @@ def test_a_death_in_a_recovery(world: Worlds, point: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "point",
     [
-        "joined",
+        pytest.param("joined", marks=pytest.mark.chaos),
         pytest.param("rebuild", marks=pytest.mark.chaos),
         pytest.param("received", marks=pytest.mark.chaos),
         "vote",

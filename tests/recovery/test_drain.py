@@ -32,7 +32,7 @@ def test_a_slot_leaves(world: Worlds, slot: int, tmp_path: Path) -> None:
     leaves(world, job, tmp_path, (1, 2) if slot < 2 else (2, 1))
 
 
-IN_TEST = ("accumulation", "manual")
+IN_TEST = ("accumulation",)
 
 
 @pytest.mark.parametrize("mode", [m if m in IN_TEST else pytest.param(m, marks=pytest.mark.chaos) for m in MODES])
@@ -46,6 +46,7 @@ def test_before_there_is_an_optimizer_state(world: Worlds, tmp_path: Path) -> No
     leaves(world, Job((3,), drains=((0, 1, 0),)), tmp_path, (2,))
 
 
+@pytest.mark.chaos
 def test_one_after_the_other_down_to_the_last_rank(world: Worlds, tmp_path: Path) -> None:
     """Of a single replica, which a death would have ended: who leaves can still send."""
     job = Job((3,), drains=((2, 1, 1), (2, 2, 3)), epochs=2)
@@ -58,6 +59,7 @@ def test_the_last_rank_of_a_replica_leaves(world: Worlds, slot: int, tmp_path: P
     leaves(world, job, tmp_path, (0, 1) if slot == 0 else (1, 0), dropped=True)
 
 
+@pytest.mark.chaos
 def test_registered_state_and_kept_graphs_come_along(world: Worlds, tmp_path: Path) -> None:
     leaves(world, Job((2, 2), drains=((0, 2, 3),), module="Averages"), tmp_path / "averages", (2, 1))
     leaves(world, Job((2, 2), drains=((0, 2, 3),), module="Keeps"), tmp_path / "keeps", (2, 1))

@@ -61,7 +61,7 @@ def test_a_rank_that_ends_for_want_of_a_copy_is_not_taken_for_done(world: Worlds
         assert "JobLost: slot" in error and "only copies" in error, error
 
 
-@pytest.mark.parametrize("phase", ["backward", "update"])
+@pytest.mark.parametrize("phase", ["update", pytest.param("backward", marks=pytest.mark.chaos)])
 def test_too_many_failures_end_the_job_with_a_checkpoint(world: Worlds, phase: str, tmp_path: Path) -> None:
     job = Job((2, 2), ((3, 1, "vote"), (0, 3, phase)), strategy={"max_failures": 1})
     committed = 3 + (phase == "update")
@@ -76,6 +76,7 @@ def test_too_many_failures_end_the_job_with_a_checkpoint(world: Worlds, phase: s
     assert_same(saved["optimizer_states"], want["optimizers"], EXACT)
 
 
+@pytest.mark.chaos
 def test_no_replica_is_left_above_the_smallest_degree(world: Worlds, tmp_path: Path) -> None:
     job = Job((2, 2), ((0, 1, "forward"), (2, 3, "forward")), strategy={"min_tensor_parallel_size": 2})
     result = run(world, job, tmp_path)

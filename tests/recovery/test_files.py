@@ -46,6 +46,7 @@ def test_a_full_disk_leaves_the_checkpoint_of_before_and_says_what_to_do(tmp_pat
     assert " lost: degrees" not in done.stderr, "no rank is given up for it"
 
 
+@pytest.mark.chaos
 def test_a_directory_that_the_next_rank_zero_cannot_write_to_is_named(tmp_path: Path) -> None:
     done = _run(tmp_path, "gone")
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stdout + done.stderr

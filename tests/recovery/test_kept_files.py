@@ -40,6 +40,7 @@ def train(directory: str, place: str, number: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(("place", "number"), [("link", STEPS), ("remove", STEPS - 1)])
+@pytest.mark.chaos
 def test_the_next_rank_zero_does_what_was_left_to_do(world: Worlds, place: str, number: int, tmp_path: Path) -> None:
     outcomes = world(3, fresh=True).start(train, str(tmp_path), place, number).survive(60)
     states = [(o.slot, o.state, o.value, o.error, o.output[-2000:]) for o in outcomes]

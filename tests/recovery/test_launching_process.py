@@ -52,6 +52,7 @@ def test_a_killed_launching_process_is_named_and_nothing_is_left(tmp_path: Path)
     assert [path for path in (tmp_path / "tmp").iterdir() if "lightning_ntp" in path.name] == []
 
 
+@pytest.mark.chaos
 def test_a_short_stop_of_the_launching_process_is_survived(tmp_path: Path) -> None:
     with _running(tmp_path, 40, victim=1) as process:
         _ranks(tmp_path)

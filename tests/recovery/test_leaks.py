@@ -138,6 +138,7 @@ def _script(directory: Path, slot: int, phase: str) -> None:
     assert os.listdir(directory / "tmp") == [], "temporary files are left"
 
 
+@pytest.mark.chaos
 def test_a_job_with_a_loss_leaves_nothing(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     _script(tmp_path, 0, "backward")

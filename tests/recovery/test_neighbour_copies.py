@@ -25,7 +25,7 @@ from tests.recovery.whole_runs import Script
 COPIES = {"redundancy": "neighbor"}
 RARELY = 1e-9
 """Of a step's time: copies are made at the start only, so that a loss takes the job back far."""
-IN_TEST = ("accumulation", "manual")
+IN_TEST = ("accumulation",)
 
 
 def some(names: Any, chosen: tuple[str, ...]) -> list[Any]:
@@ -95,7 +95,7 @@ def test_a_loss_in_one_of_several_replicas_takes_nothing_back(world: Worlds, tmp
     assert gone_back(result) == [0]
 
 
-@pytest.mark.parametrize("point", some(POINTS, ("vote",)))
+@pytest.mark.parametrize("point", some(POINTS, ()))
 def test_a_second_rank_dies_on_the_way_back(world: Worlds, point: str, tmp_path: Path) -> None:
     """Its neighbour, and the dead one's, live."""
     number = 2 if point in ("agree", "joined", "rebuild", "rebuilt") else 1
@@ -148,7 +148,7 @@ def test_two_neighbours_at_once_are_more_than_the_copies_bear(world: Worlds, tmp
     assert set(ends) == {2} and "do not help: the copy of slot 0 was on slot 1, which is lost too" in ends[2], ends
 
 
-@pytest.mark.parametrize("kind", ["clamped", pytest.param("unfrozen", marks=pytest.mark.chaos)])
+@pytest.mark.parametrize("kind", some(["clamped", "unfrozen"], ()))
 def test_what_changes_parameters_between_steps_is_told_and_copied_anew(
     world: Worlds, kind: str, tmp_path: Path
 ) -> None:
@@ -172,6 +172,7 @@ def test_copies_that_do_not_fit(world: Worlds, tmp_path: Path) -> None:
         assert "redundancy='neighbor' needs " in last and "but 0.0 MiB are available there" in last, outcome
 
 
+@pytest.mark.chaos
 def test_a_checkpoint_is_written_where_the_policy_forbids_to_go_on(world: Worlds, tmp_path: Path) -> None:
     """Of the step that the job had come to, not of that of the copies."""
     strict = Job(

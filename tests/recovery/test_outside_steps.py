@@ -46,7 +46,7 @@ def test_a_kill_outside_of_steps_leaves_no_trace(world: Worlds, death: Death, tm
 @pytest.mark.parametrize(
     ("degrees", "death"),
     [
-        ((1, 2), (0, "validation_forward", 2)),
+        pytest.param((1, 2), (0, "validation_forward", 2), marks=pytest.mark.chaos),
         ((1, 2), (0, "predict_forward", 2)),
         pytest.param((2, 1), (2, "validation_end", 3), marks=pytest.mark.chaos),
         # its results are there: what hears of them, a checkpoint, is not done twice

@@ -31,7 +31,14 @@ def test_mixed_degrees_with_losses_in_each(world: Worlds, first: int, tmp_path: 
     survives(world, Job((4, 2, 3), faults), tmp_path, degrees, dropped=0 in degrees)
 
 
-@pytest.mark.parametrize(("slots", "degrees"), [((1, 2), (2, 4)), ((0, 6), (3, 3)), ((0, 1, 2), (1, 4))])
+@pytest.mark.parametrize(
+    ("slots", "degrees"),
+    [
+        ((0, 6), (3, 3)),
+        pytest.param((1, 2), (2, 4), marks=pytest.mark.chaos),
+        pytest.param((0, 1, 2), (1, 4), marks=pytest.mark.chaos),
+    ],
+)
 @pytest.mark.parametrize(
     "phase", [pytest.param("data", marks=pytest.mark.chaos), pytest.param("sync", marks=pytest.mark.chaos), "vote"]
 )

@@ -154,10 +154,10 @@ class Clips(Automatic):
     [
         ("Anneals", 5, {"trainer": {"accumulate_grad_batches": 3}, "batches": 7}),
         ("Gathers", 5, {}),
-        ("FreezesStatistics", 7, {}),
-        ("Unfreezes", 7, {}),
-        ("Pops", 7, {}),
-        ("Pops", 7, {"settings": {"manual": True}}),
+        pytest.param("FreezesStatistics", 7, {}, marks=pytest.mark.chaos),
+        pytest.param("Unfreezes", 7, {}, marks=pytest.mark.chaos),
+        pytest.param("Pops", 7, {}, marks=pytest.mark.chaos),
+        pytest.param("Pops", 7, {"settings": {"manual": True}}, marks=pytest.mark.chaos),
     ],
 )
 def test_what_changes_meanwhile_is_put_back(
@@ -168,7 +168,14 @@ def test_what_changes_meanwhile_is_put_back(
     assert TOLD not in result.outcomes[0].output
 
 
-@pytest.mark.parametrize(("module", "settings"), [("Queue", {}), ("AveragesLater", {}), ("Clips", {"every": 5})])
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    [
+        pytest.param("Queue", {}, marks=pytest.mark.chaos),
+        pytest.param("AveragesLater", {}, marks=pytest.mark.chaos),
+        ("Clips", {"every": 5}),
+    ],
+)
 def test_what_cannot_be_put_back_is_told(world: Worlds, module: str, settings: dict[str, Any], tmp_path: Path) -> None:
     faulty = job((3,), (1, 7, "backward"), module=HERE + module, settings=settings, epochs=3)
     result = survives(world, faulty, tmp_path, (2,))
@@ -176,6 +183,7 @@ def test_what_cannot_be_put_back_is_told(world: Worlds, module: str, settings: d
     assert TOLD in result.outcomes[0].output
 
 
+@pytest.mark.chaos
 def test_a_loss_after_a_change_before_the_next_step_has_no_way_back(world: Worlds, tmp_path: Path) -> None:
     result = run(world, job((3,), module=HERE + "Clips", settings={"every": 4, "dies": True}), tmp_path)
     ends = [o.error for o in result.outcomes if o.state == "raised"]
@@ -183,6 +191,7 @@ def test_a_loss_after_a_change_before_the_next_step_has_no_way_back(world: World
     assert {o.state for o in result.outcomes} == {"raised", "died"}
 
 
+@pytest.mark.chaos
 def test_who_loses_the_way_in_every_step_does_not_pay_for_a_copy_in_every_step(world: Worlds, tmp_path: Path) -> None:
     clipping = job((2,), module=HERE + "Clips", settings={"every": 1}, batches=12)
     result = run(world, clipping, tmp_path)
@@ -198,6 +207,7 @@ def test_gathered_gradients_move_with_the_shards(world: Worlds, step: int, tmp_p
     survives(world, leave, tmp_path / "2", (2, 1), released=[3])
 
 
+@pytest.mark.chaos
 def test_manual_optimization_begins_with_the_first_copy(world: Worlds, tmp_path: Path) -> None:
     result = survives(
         world, Job((3,), ((1, 0, "forward"),), module="Manual", strategy=COPIES), tmp_path, (2,), bound=EXACT

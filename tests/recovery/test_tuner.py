@@ -125,10 +125,10 @@ def truth(world: Worlds, how: str, directory: Path) -> dict[str, Any]:
     [
         (-1, "", "tuner"),
         (0, "sync", "tuner"),
-        (1, "load", "callback"),
         *(
             pytest.param(*case, marks=pytest.mark.chaos)
             for case in [
+                (1, "load", "callback"),
                 (-1, "", "callback"),
                 (2, "vote", "tuner"),
                 (0, "save", "callback"),
