@@ -50,7 +50,7 @@ class StopTogether:
         self._told = 0
         self.riders: list[Riders] = []
         """Whoever else has something to say in the vote of a step; the same on all ranks."""
-        self.drain: Callable[[str], bool] = lambda reason: False
+        self.drain: Callable[[str], bool] = _cannot
         """Lets this rank leave as planned in one of the next steps; False if it cannot."""
 
     def install(self, trainer: Trainer) -> None:
@@ -137,6 +137,11 @@ class StopTogether:
         if signum:
             private.mark_sigterm_received(trainer)
             raise SIGTERMException
+
+
+def _cannot(reason: str) -> bool:
+    # a function rather than a lambda: the strategy is pickled for spawned ranks
+    return False
 
 
 def _random_checksum(device: torch.device) -> int:
