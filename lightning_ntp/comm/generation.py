@@ -103,6 +103,8 @@ class Generation:
         self.degree = topology.degrees[self.replica]
         self._guard, self._backend, self._timeout, self._changed = guard, backend, timeout, changed
         self._with_copies = with_copies
+        self.preparations = 0
+        """How many planned changes were begun in it; the same on all ranks."""
         self._client: TCPStore | None = None
         self._store: Store | None = None
         self._groups: dict[str, InterruptibleGroup] = {}

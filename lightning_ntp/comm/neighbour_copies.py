@@ -122,7 +122,8 @@ class NeighbourCopies:
         """
         self.abandon()
         started = time.monotonic()
-        made = self._pack(step, generation)
+        with torch.inference_mode(False):  # in evaluation too: what is made there could not be written to later
+            made = self._pack(step, generation)
         if self.lost_way:
             self._agreed = None
         self._copies = [*([self._agreed] if self._agreed is not None else []), made]

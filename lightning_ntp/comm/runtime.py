@@ -72,7 +72,10 @@ class Preparation:
     def __init__(self, runtime: Runtime, after: Topology, work: Callable[[dist.ProcessGroup], None]) -> None:
         self._runtime, self._after, self._work = runtime, after, work
         self._present = runtime.generation
-        self._name = f"{self._present.number}.planned"
+        # one that was dropped has left its addresses in the store
+        self._present.preparations += 1
+        self._name = f"{self._present.name}.planned.{self._present.preparations}"
+        self._dropped = False
         self._built: Generation | None = None
         self._ready = False
         self._group: InterruptibleGroup | None = None
@@ -111,6 +114,7 @@ class Preparation:
 
     def drop(self) -> list[Any]:
         """Let go of everything that is not taken, and return it for the reaper."""
+        self._dropped = True
         self._construction.abandon()
         left = [] if self._group is None else [self._group.release()]
         self._group = None
@@ -129,6 +133,9 @@ class Preparation:
                     generation.release()
                     raise
                 self._built = generation
+                if self._dropped:
+                    runtime._reaper.take(self.drop())
+                    return False
             self._work(self._group)
         return True
 

@@ -227,7 +227,8 @@ class Survival:
         self._or_leave(self._complete)
         if self.transaction is not None and self.transaction.redoing:
             return
-        self.renew(self.engine.committed)
+        if not self.engine.over:
+            self.renew(self.engine.committed)
         if self.evaluation is not None:
             self.evaluation.check_whole()
 
