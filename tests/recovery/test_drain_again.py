@@ -52,3 +52,5 @@ def test_a_leave_in_the_run_after_one_that_ended_too_soon(world: Worlds, tmp_pat
     result = run(world, Job((3,)), tmp_path, ranks=train_twice)
     assert_left(result, set(), {1})
     assert all(degrees == [(3,), (2,)] for degrees in result.survivors.values())
+    # groups that met those of the first leave in the store would have taken another generation
+    assert not any("all members live, new groups" in outcome.output for outcome in result.outcomes)
