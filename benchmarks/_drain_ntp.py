@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 from _recovery_marks import Marks
-from _recovery_model import SAMPLES, SIZES, adamw, token_row
+from _recovery_model import SAMPLES, SIZES, Rows, adamw
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from examples.gpt.model import LanguageModel
 from lightning_ntp import NTPStrategy
@@ -31,14 +31,6 @@ from lightning_ntp.engine.planned import PlannedLeave
 
 DEGREES = (2, 2)
 COMPUTE_SECONDS = 0.4
-
-
-class Rows(Dataset[tuple[Tensor, Tensor]]):
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        return token_row(number)
 
 
 class Model(LanguageModel):

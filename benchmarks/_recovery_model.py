@@ -8,6 +8,7 @@ import types
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 VOCAB, DIM, LAYERS, HEADS, HIDDEN, TOKENS = 512, 192, 4, 12, 512, 32
 SAMPLES = 8
@@ -39,6 +40,16 @@ def token_row(number: int) -> tuple[Tensor, Tensor]:
     """Sample ``number``: random tokens, and those that follow them."""
     row = torch.randint(VOCAB, (TOKENS + 1,), generator=torch.Generator().manual_seed(number))
     return row[:-1], row[1:]
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Samples without end."""
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        return token_row(number)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lightning.pytorch as pl
 import torch
 from _recovery_marks import Marks
-from _recovery_model import SAMPLES, SIZES, adamw, token_row
+from _recovery_model import SAMPLES, SIZES, Rows, adamw
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from examples.gpt.model import LanguageModel
 from lightning_ntp import NTPStrategy
@@ -28,14 +28,6 @@ from lightning_ntp.comm import runtime
 from lightning_ntp.engine import Change
 
 DEGREES = (4, 4)
-
-
-class Rows(Dataset[tuple[Tensor, Tensor]]):
-    def __len__(self) -> int:
-        return 1_000_000
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        return token_row(number)
 
 
 class Model(LanguageModel):

@@ -184,8 +184,7 @@ def count_states(optimizer: Optimizer) -> int:
     """
     parameter = nn.Parameter(torch.zeros(2))
     try:
-        options = {k: v for k, v in optimizer.defaults.items()}
-        trial = type(optimizer)([{"params": [parameter], **options}])  # type: ignore[call-arg]
+        trial = type(optimizer)([{"params": [parameter], **optimizer.defaults}])  # type: ignore[call-arg]
         parameter.grad = torch.ones(2)
         trial.step()
         state: Mapping[str, object] = trial.state[parameter]
