@@ -474,17 +474,19 @@ def patch_evaluation(
         end()
         return getattr(kind, after)(loop)
 
-    def hooks_hear(*args: Any, **kwargs: Any) -> None:
-        results()
-        getattr(kind, "_on_evaluation_end")(loop, *args, **kwargs)  # noqa: B009
-
     patched = {
         "run": partial(run, partial(kind.run, loop)),
         name: partial(step, partial(getattr(kind, name), loop)),
         after: ended,
     }
-    if not isinstance(loop, _PredictionLoop):
-        patched["_on_evaluation_end"] = hooks_hear
+    if isinstance(loop, _EvaluationLoop):
+        hooks_hear = partial(_EvaluationLoop._on_evaluation_end, loop)
+
+        def computed(*args: Any, **kwargs: Any) -> None:
+            results()
+            hooks_hear(*args, **kwargs)
+
+        patched["_on_evaluation_end"] = computed
     loop.__dict__.update(patched)
 
     def undo() -> None:

@@ -385,6 +385,7 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_combined_loader",
         "_data_connector",
         "_module_mode",
+        "_on_evaluation_end",
         "_max_depth",
         "_summary",
     },
