@@ -32,6 +32,8 @@ from lightning_ntp.plan.redundancy import keepers, plan_restore
 
 COST = 0.01
 """What the copies may cost, as a share of the steps."""
+_MARGIN = 0.75
+"""What of it is planned for: the next copy may cost more than the last, and its steps be shorter (both vary by 20 %)."""
 LONGEST_INTERVAL = 200
 """Steps between copies at most: so many batches are kept, and so many steps are done again."""
 _CHUNK = 1 << 24
@@ -205,7 +207,7 @@ class NeighbourCopies:
         """How many steps must share the cost of a copy."""
         if not self.step_seconds:
             return 1
-        return min(LONGEST_INTERVAL, max(1, math.ceil(self.cost / (COST * self.step_seconds))))
+        return min(LONGEST_INTERVAL, max(1, math.ceil(self.cost / (_MARGIN * COST * self.step_seconds))))
 
     # ---- going back -------------------------------------------------------------------------------------------
 
