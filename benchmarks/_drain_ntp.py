@@ -27,7 +27,7 @@ from examples.gpt.model import LanguageModel
 from lightning_ntp import NTPStrategy
 from lightning_ntp.comm import runtime
 from lightning_ntp.engine import Change
-from lightning_ntp.engine.planned import PlannedLeave
+from lightning_ntp.engine.planned import PlannedChange
 
 DEGREES = (2, 2)
 COMPUTE_SECONDS = 0.4
@@ -70,13 +70,13 @@ class Recorder(pl.Callback):
 
 def block() -> None:
     """Let a leave be prepared and moved at once, while the training waits for it."""
-    begin = PlannedLeave.__init__
+    begin = PlannedChange.__init__
 
-    def and_wait(self: PlannedLeave, *args: Any, **kwargs: Any) -> None:
+    def and_wait(self: PlannedChange, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
         self._preparation.wait()
 
-    PlannedLeave.__init__ = and_wait  # type: ignore[method-assign]
+    PlannedChange.__init__ = and_wait  # type: ignore[method-assign]
 
 
 def main() -> None:

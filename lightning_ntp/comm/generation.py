@@ -205,17 +205,24 @@ class Generation:
             group.maker = None
         return left
 
-    def make_group(self, name: str) -> InterruptibleGroup:
-        """Connect another group of all members, beside whatever is at work. Collective, in any thread.
+    def make_group(self, name: str, slots: Sequence[int], life: Life) -> InterruptibleGroup:
+        """Connect another group, beside whatever is at work. Collective over ``slots``, in any thread.
+
+        Args:
+            name: Unique in the job.
+            slots: Its members in order of their ranks; they need not be members of the generation.
+            life: Ends its collectives.
 
         Raises:
             RuntimeError: If a member does not come in time.
         """
-        store = PrefixStore(f"generation/{self.name}/more", self._guard.borrow())
-        group = self._show(self._wrap(self._build(name, store, self.topology.slots), name, name), name)
+        store = PrefixStore(f"group/{name}", self._guard.borrow())
+        ranks, own = list(range(len(slots))), slots.index(self.slot)
+        plain = build_group(self._backend, name, store, ranks, own, self._timeout, self.device)
+        group = self._show(InterruptibleGroup(plain, life, name, is_sliced(self._backend)), name)
         # torch looks there for what to say of a collective that fails; all entries go with the generation
         c10d._world.pg_map[group] = (dist.Backend(self._backend), store)
-        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(group.size())}
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}
         self._users.add(group)
         return group
 

@@ -183,50 +183,80 @@ class Membership:
 
     # ---- notes ------------------------------------------------------------------------------------------------
 
-    def post(self, key: str, text: str) -> None:
-        """Leave a note for all ranks, which must know from elsewhere that it is there."""
+    def post(self, key: str, content: str | bytes) -> None:
+        """Leave a note for all ranks."""
         with self._lock:
-            self._guard.call(self._store.set, key, text)
+            self._guard.call(self._store.set, key, content)
 
-    def read(self, key: str) -> str:
-        """A note that was posted."""
+    def read(self, key: str) -> bytes:
+        """A note of which this rank knows from elsewhere that it was posted."""
         with self._lock:
-            return self._guard.call(self._store.get, key).decode()
+            return self._guard.call(self._store.get, key)
+
+    def find(self, key: str) -> bytes | None:
+        """A note, if it was posted."""
+        with self._lock:
+            there = self._guard.call(self._store.check, [key])
+            return self._guard.call(self._store.get, key) if there else None
+
+    def remove(self, key: str) -> None:
+        """Take a note away, if it is there."""
+        with self._lock:
+            self._guard.call(self._store.delete_key, key)
+
+    def count(self, key: str) -> int:
+        """Add one to a number that all ranks share, and return it."""
+        with self._lock:
+            return self._guard.call(self._store.add, key, 1)
 
     # ---- planned changes --------------------------------------------------------------------------------------
 
-    def switch(self, generation: int, leaver: int, uid: str, reason: str, patience: timedelta) -> Roster | None:
-        """Say that this rank is ready for the generation without ``leaver``, and wait for all others to be.
+    def switch(self, change: Entry, name: str, patience: timedelta) -> Roster | None:
+        """Say that this rank is ready for the generation after a planned change, and wait for all others to be.
 
-        Collective over the members, the leaver included. Interrupts nobody.
+        Collective over the members, who leaves and who joins included. Interrupts nobody.
 
         Args:
-            generation: The commit of the current generation.
-            leaver: Who leaves.
-            uid: Of its process.
-            reason: Why, for people.
+            change: The ``switch`` entry that makes it.
+            name: The same on all of them, and of no other change.
             patience: How long the others may take.
 
         Returns:
-            The roster that begins with it; None if the membership has changed meanwhile, so that all recover.
+            The roster that begins with it; None if it has come to nothing, so that all recover: the membership has
+            changed meanwhile, or a newcomer is gone.
 
         Raises:
             JobLost: If a member does not come in time.
         """
+        before, joins = change.round, dict(change.joins)
         with self._lock:
-            count = self._guard.call(self._store.add, f"switch/{generation}/{leaver}", 1)
-        if count >= len(self.roster.members):
-            self.append(Entry("switch", leaver, uid, reason, round=generation, at=time.monotonic()))
+            count = self._guard.call(self._store.add, f"switch/{name}", 1)
+        if count >= len(self.roster.members) + len(joins):
+            self.append(replace(change, at=time.monotonic()))
 
         def over() -> bool:
-            return self.roster.commit > generation or self.roster.change > generation
+            roster = self.roster
+            return max(roster.commit, roster.change) > before or not roster.stand_by(joins)
 
         with self.changed:
             if not progress.current().wait_for(self.changed, over, patience.total_seconds()):
-                seconds = f"{patience.total_seconds():g} s"
-                raise JobLost(f"not all ranks were ready for slot {leaver} to leave within {seconds}")
+                raise JobLost(f"not all ranks were ready for a planned change within {patience.total_seconds():g} s")
             roster = self.roster
-        return roster if roster.commit > generation and leaver not in roster.members else None
+        if roster.commit <= before:
+            return None
+        here = all(roster.members.get(slot) == uid for slot, uid in joins.items())
+        return roster if here and change.slot not in roster.members else None
+
+    # ---- joining ----------------------------------------------------------------------------------------------
+
+    def stand_by(self) -> None:
+        """Tell the members that this process waits to join them."""
+        self.append(Entry("standby", self.slot, self.uid, at=time.monotonic()))
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process belongs to the job; a newcomer does not yet."""
+        return self.roster.members.get(self.slot) in ("", self.uid)
 
     # ---- agreement --------------------------------------------------------------------------------------------
 

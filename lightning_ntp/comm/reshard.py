@@ -58,7 +58,7 @@ class Resharding:
     Args:
         model: The model, cut for ``before``.
         states: Optimizer states and the like. Tensors of a parameter's local shape move with it; numbers stay.
-        before: The topology the shards are cut for.
+        before: The topology the shards are cut for. A rank that is not in it holds nothing yet.
         after: The topology to cut them for.
         gone: The slots of ``before`` that cannot send; by default those that are not in ``after``.
     """
@@ -71,7 +71,7 @@ class Resharding:
         after: Topology,
         gone: Iterable[int] | None = None,
     ) -> None:
-        self._model, self.after = model, after
+        self._model, self._before, self.after = model, before, after
         gone = None if gone is None else tuple(gone)
         self._shards: list[_Shard] = []
         states = list(states)
@@ -145,19 +145,22 @@ class Resharding:
     def travel_gradients(self, group: dist.ProcessGroup, slots: Sequence[int], own: int) -> None:
         """Move the synced gradients of the parameters that move, to be put in place by :meth:`install`.
 
-        Those that are not there on all ranks are left behind: they are of a step that is done again.
+        Those that are not there on all ranks that hold something are left behind: they are of a step that is done
+        again.
         """
         parameters = [s for s in self._shards if s.holder is None]
         for shard in self._shards:
             shard.gradient = None
         if not parameters:
             return
-        there = torch.tensor([s.entry.parameter.grad is not None for s in parameters], dtype=torch.int32)
+        newcomer = own not in self._before.slots
+        there = torch.tensor([newcomer or s.entry.parameter.grad is not None for s in parameters], dtype=torch.int32)
         there = there.to(parameters[0].local.device)
         dist.all_reduce(there, op=dist.ReduceOp.MIN, group=group)
         moving = [s for s, flag in zip(parameters, there.tolist(), strict=True) if flag]
         for shards in _by_dtype(moving):
-            gradients = [s.entry.parameter.grad for s in shards]
+            # a newcomer sends nothing: any tensor of the kind will do
+            gradients = [s.local if newcomer else s.entry.parameter.grad for s in shards]
             received = self._exchange(shards, [g.detach() for g in gradients if g is not None], group, slots, own)
             for shard, target in zip(shards, received, strict=True):
                 shard.gradient = target

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,7 +30,8 @@ from lightning_ntp.comm.reaper import Reaper
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.environment import JOB_DIR, UID
-from lightning_ntp.plan import Topology
+from lightning_ntp.launch.obituary import expect_deaths
+from lightning_ntp.plan import Entry, Roster, Topology
 from lightning_ntp.plan.membership import Departure
 
 _LAST_SECONDS = 30.0
@@ -65,16 +66,27 @@ class Preparation:
 
     Args:
         runtime: The rank's runtime.
+        name: Of the new generation.
         after: The topology to come.
+        slots: Who takes part: the members of now and of then.
+        life: Ends it before its time.
         work: See :meth:`Runtime.prepare`.
+        joins: Who joins; it comes to nothing if one of them is gone.
     """
 
-    def __init__(self, runtime: Runtime, after: Topology, work: Callable[[dist.ProcessGroup], None]) -> None:
-        self._runtime, self._after, self._work = runtime, after, work
-        self._present = runtime.generation
-        # one that was dropped has left its addresses in the store
-        self._present.preparations += 1
-        self._name = f"{self._present.name}.planned.{self._present.preparations}"
+    def __init__(
+        self,
+        runtime: Runtime,
+        name: str,
+        after: Topology,
+        slots: Sequence[int],
+        life: Life,
+        work: Callable[[dist.ProcessGroup], None],
+        joins: Mapping[int, str],
+    ) -> None:
+        self.joins = joins
+        self._runtime, self.name, self._after, self._work = runtime, name, after, work
+        self._slots, self._life, self._present = slots, life, runtime.generation
         self._dropped = False
         self._built: Generation | None = None
         self._ready = False
@@ -88,17 +100,18 @@ class Preparation:
             Interrupted: If the membership changes first.
             RuntimeError: If something else went wrong.
         """
-        life = self._present.life
+        life = self._life
         if self._ready:
             return
+        membership = self._runtime.membership
         try:
-            done = self._construction.wait(lambda: life.interrupted)
+            done = self._construction.wait(lambda: life.interrupted or not membership.roster.stand_by(self.joins))
         except RuntimeError as error:
             if isinstance(error, Interrupted):
                 raise
             raise life.explain(error) from error
         if done is None:
-            raise Interrupted(f"a planned change was interrupted: {life.reason}")
+            raise Interrupted(f"a planned change was interrupted: {life.reason or 'a newcomer is gone'}")
         self._ready = True
 
     def take(self) -> Generation | None:
@@ -108,7 +121,7 @@ class Preparation:
 
     @property
     def group(self) -> InterruptibleGroup:
-        """All present members, once :meth:`wait` has returned."""
+        """All who take part, once :meth:`wait` has returned."""
         assert self._group is not None
         return self._group
 
@@ -124,9 +137,9 @@ class Preparation:
     def _run(self) -> bool:
         runtime, present = self._runtime, self._present
         with progress.current().beside():
-            self._group = present.make_group(f"{self._name}/travel")
+            self._group = present.make_group(f"{self.name}/travel", self._slots, self._life)
             if runtime.slot in self._after.slots:
-                generation = runtime._generation(self._name, self._after, present.number)
+                generation = runtime._generation(self.name, self._after, self._life.number)
                 try:
                     generation.connect()
                 except BaseException:
@@ -158,8 +171,11 @@ class Runtime:
         timeout: timedelta,
         device: torch.device,
         with_copies: bool = False,
+        joins: bool = False,
     ) -> None:
         self.with_copies = with_copies
+        self.joining = joins
+        """Whether this process waits to become a member of a running job; alone until then."""
         self.slot, self.uid, self.backend, self.timeout, self.device = slot, uid, backend, timeout, device
         self.launched = topology
         self._pid = os.getpid()
@@ -178,7 +194,10 @@ class Runtime:
         self.membership = Membership(self._guard, slot, uid, topology, self._abort)
         self.lane: Lane = make_lane(device)
         try:
-            self._enter({})
+            if joins:
+                self._begin_alone()
+            else:
+                self._enter({})
         except BaseException:
             self.close()
             raise
@@ -338,47 +357,87 @@ class Runtime:
 
     # ---- planned changes --------------------------------------------------------------------------------------
 
-    def prepare(self, after: Topology, work: Callable[[dist.ProcessGroup], None]) -> Preparation:
-        """Begin to build the generation of ``after`` beside the present one, which goes on. All members call it alike.
+    def prepare(
+        self, after: Topology, work: Callable[[dist.ProcessGroup], None], joins: Mapping[int, str] | None = None
+    ) -> Preparation:
+        """Begin to build the generation of ``after`` beside the present one, which goes on. All members call it alike,
+        and who joins calls :meth:`prepare_to_join`.
 
         Args:
-            after: The topology to come; its members are members now.
-            work: Called in a thread beside the training with a group of all present members that nobody else uses.
+            after: The topology to come.
+            work: Called in a thread beside the training with a group, which nobody else uses, of all who are members
+                now or then.
+            joins: Slots that join, and the uids of their processes.
         """
-        return Preparation(self, after, work)
+        present = self.generation
+        # one that was dropped has left its addresses in the store
+        present.preparations += 1
+        name = f"{present.name}.planned.{present.preparations}"
+        slots = sorted({*present.topology.slots, *after.slots})
+        return Preparation(self, name, after, slots, present.life, work, joins or {})
+
+    def prepare_to_join(
+        self, name: str, number: int, before: Topology, after: Topology, work: Callable[[dist.ProcessGroup], None]
+    ) -> Preparation:
+        """As :meth:`prepare`, in a newcomer.
+
+        Args:
+            name: Of the generation to come, as the members call it.
+            number: Of the members' present generation.
+            before: Its topology.
+            after: The topology to come.
+            work: As in :meth:`prepare`.
+        """
+        life = Life(number, self.membership.explain)
+        self.membership.watch(life)
+        return Preparation(self, name, after, sorted({*before.slots, *after.slots}), life, work, {})
 
     def let_go(self, prepared: Preparation) -> None:
         """Drop what :meth:`prepare` has built and nobody has taken."""
         self._reaper.take(prepared.drop())
 
-    def enter(self, prepared: Preparation, leaver: int, uid: str, reason: str) -> bool:
-        """Leave the present generation for the prepared one, at a moment when no collective is under way.
+    def switch(self, prepared: Preparation, change: Entry) -> Roster | None:
+        """Agree that the prepared generation begins, at a moment when no collective is under way.
 
-        Collective over all present members, the leaver included.
+        Collective over all who take part; :meth:`enter` follows.
 
         Args:
             prepared: What :meth:`prepare` has begun.
-            leaver: Who leaves.
-            uid: Of its process.
-            reason: Why.
+            change: Who leaves or joins; its round is the number of the present generation.
 
         Returns:
-            False if the membership has changed meanwhile: nothing has happened then, and all must recover.
+            The roster of the new generation. None if it has come to nothing: all members must recover.
 
         Raises:
             JobLost: If a member does not come in time.
         """
-        current = self.generation
-        roster = self.membership.switch(current.number, leaver, uid, reason, self.timeout)
-        if roster is None:
-            return False
+        return self.membership.switch(change, prepared.name, self.timeout)
+
+    def enter(self, prepared: Preparation, roster: Roster) -> None:
+        """Leave the present generation for the prepared one. Local.
+
+        Args:
+            prepared: Agreed on by :meth:`switch`.
+            roster: What that has returned.
+        """
         generation = prepared.take()
         if generation is None:  # this rank is the one that leaves
-            return True
+            return
         generation.number = generation.life.number = roster.commit
         self._leave_generation()
+        self.joining = False
         self._install(generation)
-        return True
+
+    def _begin_alone(self) -> None:
+        """A newcomer is alone until it is a member: its collectives have nobody else in them."""
+        others = [slot for slot in self.launched.slots if slot != self.slot]
+        topology = self.launched.lose(others)[0] if others else self.launched
+        generation = self._generation(f"alone.{self.uid}", topology, 0)
+        generation.connect()
+        generation.install()
+        self._current = generation
+        self.membership.recoverable = True
+        expect_deaths()
 
     def _leave_generation(self, reset: bool = True) -> None:
         generation = self._current
@@ -418,6 +477,7 @@ def start(
     device: torch.device,
     uid: str | None = None,
     with_copies: bool = False,
+    joins: bool = False,
 ) -> Runtime:
     """Start the runtime, or return the one that serves already. Collective over all slots of ``topology``.
 
@@ -430,6 +490,7 @@ def start(
         device: This rank's device.
         uid: This process's unique id; from the environment by default.
         with_copies: Whether generations have a group for neighbours' copies.
+        joins: Whether this process joins a running job: it is alone until then, and nobody waits for it.
 
     Raises:
         RuntimeError: If process groups exist that were not made here.
@@ -450,7 +511,7 @@ def start(
     job_dir = os.environ.get(JOB_DIR)
     progress.start(slot, Path(job_dir) if job_dir else None)
     uid = uid or os.environ.get(UID) or uuid.uuid4().hex
-    _current = Runtime(store, slot, uid, topology, backend, timeout, device, with_copies)
+    _current = Runtime(store, slot, uid, topology, backend, timeout, device, with_copies, joins)
     # Runs at the interpreter's exit, and also where a forked rank leaves without that (atexit does not).
     Finalize(None, shutdown, exitpriority=100)
     return _current

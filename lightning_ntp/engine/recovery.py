@@ -28,7 +28,7 @@ from lightning_ntp.comm import (
     ShardedState,
 )
 from lightning_ntp.engine.consistency import all_equal
-from lightning_ntp.engine.planned import PlannedLeave
+from lightning_ntp.engine.planned import PlannedChange, PlannedEntry
 from lightning_ntp.parallel import ShardedModel
 from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
@@ -56,6 +56,7 @@ class Change:
         seconds: How long each phase took on this rank: agree, rebuild, reshard.
         gone_back: How many steps the job went back, to the neighbours' copies: they are done again now.
         left: Why the slots of ``lost`` are gone, if they have left as planned.
+        planned: Whether it was announced, so that no step was done again.
     """
 
     before: Topology
@@ -67,6 +68,7 @@ class Change:
     seconds: dict[str, float] = field(default_factory=dict)
     gone_back: int = 0
     left: str = ""
+    planned: bool = False
 
 
 class Released(Exception):
@@ -102,13 +104,14 @@ class RecoveryEngine:
         self._states: Callable[[], Iterable[ShardedState]] = tuple
         self._attached = 0
         self._catch_up: Callable[[], None] | None = None
-        self._layout = runtime.generation.topology
+        # a newcomer cuts its model for the place it had at launch, until it gets what it is to hold
+        self._layout = runtime.launched if runtime.joining else runtime.generation.topology
         self._rounds = 0
         self._installed = 0
         self._staged: tuple[int, Resharding | Restoring] | None = None
         self.copies: NeighbourCopies | None = None
         """What neighbours keep of each other's shards: the way back when a unit has no holder left."""
-        self.planned: PlannedLeave | None = None
+        self.planned: PlannedChange | None = None
         self._pending: Recovery | None = None
         self._own: Mapping[str, Any] = {}
         """What this rank has brought to the last change."""
@@ -168,11 +171,23 @@ class RecoveryEngine:
 
     def plan_leave(self, slot: int, reason: str) -> None:
         """Begin to prepare for the leave of a slot, beside the next step. All members call it at the same step."""
+        self._plan(leaver=slot, reason=reason)
+
+    def plan_join(self, joins: Mapping[int, str]) -> PlannedChange:
+        """Begin to prepare for newcomers, beside the next step. All members call it at the same step.
+
+        Args:
+            joins: Their slots and the uids of their processes.
+        """
+        return self._plan(joins=joins)
+
+    def _plan(self, **change: Any) -> PlannedChange:
         assert self._model is not None and self.planned is None
-        self.planned = PlannedLeave(self._runtime, self._model, self._states, self._layout, slot, reason)
+        self.planned = PlannedChange(self._runtime, self._model, self._states, self._layout, **change)
+        return self.planned
 
     def switch(self) -> bool:
-        """Make the planned change. Collective over all members; see :meth:`PlannedLeave.switch`.
+        """Make the planned change. Collective over all members; see :meth:`PlannedChange.switch`.
 
         Returns:
             False on the rank that leaves.
@@ -185,21 +200,49 @@ class RecoveryEngine:
         stays = planned.switch()
         self.planned = None
         if stays:
-            self._layout = planned.after
-            if self.copies is not None:
-                self.copies.renew()
-            change = Change(
-                planned.before,
-                planned.after,
-                (planned.slot,),
-                self.committed,
-                planned.moved,
-                planned.sources,
-                planned.seconds,
-                left=planned.reason,
-            )
-            self._on_change(change)
+            lost = () if planned.leaver < 0 else (planned.leaver,)
+            self._changed_as_planned(planned, lost, planned.seconds, planned.reason)
         return stays
+
+    def arrive(self, entry: PlannedEntry, standing: Mapping[str, Any]) -> None:
+        """In a newcomer that has become a member: take its shards over, and stand where the others stand.
+
+        Args:
+            entry: How it came in.
+            standing: What :meth:`standing` has said on a member, in the step of the change.
+        """
+        entry.arrive()
+        self.committed, self._installed = int(standing["committed"]), int(standing["installed"])
+        self._attached, self._failures = int(standing["attached"]), list(standing["failures"])
+        self._changed_as_planned(entry, (), {}, "")
+
+    def standing(self) -> dict[str, Any]:
+        """What all members have in common, and a newcomer must know."""
+        return {
+            "committed": self.committed,
+            "installed": self._installed,
+            "attached": self._attached,
+            "failures": self._failures,
+        }
+
+    def _changed_as_planned(
+        self, planned: PlannedChange | PlannedEntry, lost: tuple[int, ...], seconds: dict[str, float], left: str
+    ) -> None:
+        before, self._layout = planned.before, planned.after
+        if self.copies is not None:
+            self.copies.renew()
+        change = Change(
+            before,
+            planned.after,
+            lost,
+            self.committed,
+            planned.moved,
+            planned.sources,
+            seconds,
+            left=left,
+            planned=True,
+        )
+        self._on_change(change)
 
     def drop_planned(self) -> None:
         """Nothing comes of a planned change."""

@@ -64,7 +64,7 @@ class Draining:
             self._requests.pop(slot, None)
             log.warning("slot %d stays: %s", slot, why)
             return
-        self._engine.plan_leave(slot, self._runtime.membership.read(_key(slot)))
+        self._engine.plan_leave(slot, self._runtime.membership.read(_key(slot)).decode())
 
     def change(self) -> None:
         """Make the change that is prepared, if there is one. Does not return on the rank that leaves.
@@ -77,7 +77,7 @@ class Draining:
             return
         if not self._engine.switch():
             self._leave(planned.reason)
-        self._requests.pop(planned.slot, None)
+        self._requests.pop(planned.leaver, None)
 
     def forget(self) -> None:
         """Training ends, or the membership has changed: whoever asked will ask again in the next vote."""

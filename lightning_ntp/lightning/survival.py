@@ -325,7 +325,7 @@ class Survival:
             hook = getattr(listener, "on_topology_change", None)
             if hook is not None:
                 hook(change)
-        if self.transaction is not None and self.transaction.open and not change.left:
+        if self.transaction is not None and self.transaction.open and not change.planned:
             self._replaying_since = time.monotonic()
 
 

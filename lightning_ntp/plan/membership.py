@@ -27,7 +27,7 @@ class Entry:
 
     kind: Kind
     slot: int = -1
-    """``dead``, ``left``, ``standby``, ``admit``: whose. ``switch``: who leaves with it."""
+    """``dead``, ``left``, ``standby``, ``admit``: whose. ``switch``: who leaves with it; -1 if nobody does."""
     uid: str = ""
     """Of the process in that slot; a ``dead`` entry for an earlier incarnation changes nothing."""
     reason: str = ""
@@ -40,6 +40,8 @@ class Entry:
     """``time.monotonic()`` of the writer, in seconds: comparable on one machine."""
     nonce: str = ""
     """Makes equal entries of two writers different, so that a writer knows its own."""
+    joins: tuple[tuple[int, str], ...] = ()
+    """``switch``: who joins with it: slots that stand by, and the uids of their processes."""
 
     def encode(self) -> str:
         """The entry as one line of JSON."""
@@ -48,7 +50,9 @@ class Entry:
     @staticmethod
     def decode(text: str | bytes) -> Entry:
         """The inverse of :meth:`encode`."""
-        return Entry(**json.loads(text))
+        fields = json.loads(text)
+        fields["joins"] = tuple((int(slot), str(uid)) for slot, uid in fields.get("joins", ()))
+        return Entry(**fields)
 
 
 _DEFAULTS = asdict(Entry("dead"))
@@ -164,8 +168,12 @@ class Roster:
 
         Void if anything has changed since: then the members are those of before, and recover together.
         """
+        if entry.round != self.commit or not self.settled:
+            return seen
+        if entry.joins:
+            return self._joined(dict(entry.joins), seen)
         uid = self.members.get(entry.slot)
-        if entry.round != self.commit or not self.settled or uid is None or uid not in ("", entry.uid):
+        if uid is None or uid not in ("", entry.uid):
             return seen
         return replace(
             seen,
@@ -174,6 +182,21 @@ class Roster:
             topology=self.topology.lose([entry.slot])[0],
             departures=(*self.departures, Departure(entry.slot, entry.uid, "left", entry.reason, entry.at)),
         )
+
+    def _joined(self, joins: Mapping[int, str], seen: Roster) -> Roster:
+        if not self.stand_by(joins):
+            return seen
+        return replace(
+            seen,
+            members={**self.members, **joins},
+            standby={slot: uid for slot, uid in self.standby.items() if slot not in joins},
+            commit=seen.position,
+            topology=self.topology.grow(joins, self.start),
+        )
+
+    def stand_by(self, joins: Mapping[int, str]) -> bool:
+        """Whether these processes all wait to join."""
+        return all(self.standby.get(slot) == uid for slot, uid in joins.items())
 
     def _next_topology(self) -> Topology:
         topology = self.topology

@@ -181,6 +181,21 @@ class Topology:
         members[index] = slot
         return self._with(tuple(members if r == replica else m for r, m in enumerate(self.replicas)))
 
+    def grow(self, slots: Iterable[int], start: Topology) -> Topology:
+        """The topology after ``slots`` have joined the replicas that they belong to.
+
+        Args:
+            slots: Slots that are not alive.
+            start: The topology at launch, which says where a slot belongs.
+
+        Raises:
+            TopologyError: If a slot is alive, or is none of ``start``.
+        """
+        topology = self
+        for slot in sorted(slots):
+            topology = topology.join(start.place(slot)[0], slot)
+        return topology
+
     def _with(self, replicas: tuple[Mapping[int, int], ...]) -> Topology:
         """The same job with these replicas: the list of dropped indices is fixed exactly as far as one of them uses it.
 

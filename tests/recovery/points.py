@@ -23,7 +23,7 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
     from lightning_ntp.comm import neighbour_copies, reshard
     from lightning_ntp.comm.generation import Generation
     from lightning_ntp.comm.membership import Membership
-    from lightning_ntp.engine.planned import PlannedLeave
+    from lightning_ntp.engine.planned import PlannedChange
     from lightning_ntp.engine.recovery import RecoveryEngine
 
     places: dict[str, tuple[Any, str, bool]] = {
@@ -35,8 +35,8 @@ def install(deaths: Iterable[tuple[str, int]]) -> None:
         "received": (reshard.Resharding, "receive", False),
         "vote": (RecoveryEngine, "_install", True),
         "installed": (RecoveryEngine, "_install", False),
-        "built": (PlannedLeave, "_travel", True),
-        "travelled": (PlannedLeave, "_travel", False),
+        "built": (PlannedChange, "_travel", True),
+        "travelled": (PlannedChange, "_travel", False),
         "gradients": (reshard.Resharding, "travel_gradients", False),
         "switched": (Membership, "switch", False),
     }
