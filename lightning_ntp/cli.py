@@ -2,8 +2,8 @@
 
 The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
 among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there is
-``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`),
-which speaks to a running job.
+``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`)
+and ``restart`` (:mod:`lightning_ntp.restart_command`), which speak to a running job.
 
 The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
 it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
@@ -26,7 +26,7 @@ CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line ``args`` (default: the process's arguments).
 
-    That is ``plan``, ``drain``, or a subcommand of LightningCLI.
+    That is ``plan``, ``drain``, ``restart``, or a subcommand of LightningCLI.
 
     Raises:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
@@ -41,6 +41,11 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_ntp import drain_command
 
         drain_command.main(given[1:])
+        return
+    if given[:1] == ["restart"]:
+        from lightning_ntp import restart_command
+
+        restart_command.main(given[1:])
         return
     build(args)
 

@@ -23,8 +23,10 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},
     "plan_command": {"plan", "parallel", "lightning"},
-    "drain_command": {"launch"},
-    "cli": {"_autoload", "lightning", "plan_command", "drain_command"},
+    "job_commands": {"launch"},
+    "drain_command": {"launch", "job_commands"},
+    "restart_command": {"launch", "job_commands"},
+    "cli": {"_autoload", "lightning", "plan_command", "drain_command", "restart_command"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
 }

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_ntp.comm.interruption import Interrupted, JobLost, Life
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch import progress
-from lightning_ntp.launch.log import RECOVERABLE, Log, entry_key, left_key
+from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, entry_key, left_key, released_key
 from lightning_ntp.launch.obituary import expect_deaths
 from lightning_ntp.plan import Entry, Roster, Topology
 
@@ -77,7 +77,7 @@ class Membership:
 
     def announce_recoverable(self) -> None:
         """Tell the supervisor that this rank goes on without a member that dies. It takes all of them to say so."""
-        if self.recoverable:
+        if self.recoverable:  # a newcomer is, from the start
             return
         self.recoverable = True
         expect_deaths()
@@ -96,9 +96,13 @@ class Membership:
             return
         self._left = True
         with self._lock:
-            self._guard.call(self._store.set, left_key(self.uid), reason or "finished")
+            self._guard.call(self._store.set, left_key(self.uid), (others_go_on and reason) or FINISHED)
         broken = self.roster.commit if others_go_on else 0
         self.append(Entry("left", self.slot, self.uid, reason, round=broken, at=time.monotonic()))
+
+    def announce_released(self, reason: str) -> None:
+        """Tell the supervisor that this process leaves healthy, so that it may be started again. Before it leaves."""
+        self.post(released_key(self.uid), reason)
 
     def close(self) -> None:
         """End the thread. After :meth:`leave`, whose entry wakes it."""

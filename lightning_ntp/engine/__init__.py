@@ -5,6 +5,7 @@ from lightning_ntp.engine.consistency import all_equal, differing_copies
 from lightning_ntp.engine.events import FILE_NAME, EventLog, describe
 from lightning_ntp.engine.first_step import FirstStepCheck, PeerMismatchError, check_same_batch
 from lightning_ntp.engine.operations import Operations
+from lightning_ntp.engine.planned import PlannedChange, PlannedEntry
 from lightning_ntp.engine.recovery import Change, Outcome, PolicyForbids, RecoveryEngine, Released
 from lightning_ntp.engine.verification import (
     CopiesDifferError,
@@ -31,6 +32,8 @@ __all__ = [
     "Operations",
     "Outcome",
     "Pass",
+    "PlannedChange",
+    "PlannedEntry",
     "PeerMismatchError",
     "PolicyForbids",
     "RecoveryEngine",

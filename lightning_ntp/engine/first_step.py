@@ -92,6 +92,14 @@ class FirstStepCheck:
 
         return restore
 
+    def known(self) -> tuple[dict[int, int], int]:
+        """What was looked at, for a newcomer."""
+        return dict(self._passes), self._begun
+
+    def know(self, known: tuple[dict[int, int], int]) -> None:
+        """In a newcomer: take over what :meth:`known` has said."""
+        self._passes, self._begun = Counter(known[0]), known[1]
+
     def begin(self) -> bool:
         """Count a backward pass that is about to begin: whether it is to be checked; the same answer on all ranks."""
         if self._generation.topology.full_degree == 1:

@@ -97,6 +97,11 @@ class Operations:
         self._completed = max(int(each["operation"]) for each in self._recovery.engine.records.values())
         self.leave()
 
+    def stand_at(self, completed: int) -> None:
+        """In a newcomer: stand where the others stand."""
+        self._completed, self._result = completed, None
+        self.leave()
+
     def record(self) -> dict[str, int | str]:
         """What other survivors must know: the last completed operation and its result."""
         encoded = base64.b64encode(pickle.dumps(self._result)).decode()

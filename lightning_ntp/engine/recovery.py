@@ -231,6 +231,8 @@ class RecoveryEngine:
         before, self._layout = planned.before, planned.after
         if self.copies is not None:
             self.copies.renew()
+            if not lost:
+                self.copies.forget("a rank has joined, which has not seen the steps before")
         change = Change(
             before,
             planned.after,

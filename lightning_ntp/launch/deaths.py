@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
+from lightning_ntp.launch.console import say
 from lightning_ntp.launch.exits import ExitWatch
-from lightning_ntp.launch.log import RECOVERABLE, Log
+from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, left_key, released_key
 from lightning_ntp.launch.obituary import announce_death
 
 LOOK_SECONDS = 0.006
@@ -26,10 +25,17 @@ class Deaths:
         uids: Slot -> unique id of its process.
         reason: Given a slot and how its process went, why it counts as dead; None if it does not, because it has
             reported an exception that ends the job.
+        newcomers: Slots whose process is no member yet: nobody needs it, and nothing is said of its death.
     """
 
-    def __init__(self, store: Any, uids: dict[int, str], reason: Callable[[int, str], str | None]) -> None:
-        self._store, self._uids, self._reason = store, uids, reason
+    def __init__(
+        self,
+        store: Any,
+        uids: dict[int, str],
+        reason: Callable[[int, str], str | None],
+        newcomers: Container[int] = frozenset(),
+    ) -> None:
+        self._store, self._uids, self._reason, self._newcomers = store, uids, reason, newcomers
         self._log: Log | None = Log(store)
         self._watch = ExitWatch()
         self._pids: dict[int, int] = {}
@@ -37,7 +43,7 @@ class Deaths:
         self._told = False
         self._condemned: dict[int, str] = {}
         self.slots: set[int] = set()
-        """Slots whose death was announced."""
+        """Slots whose last member's death was announced."""
 
     @property
     def expected(self) -> bool:
@@ -53,8 +59,8 @@ class Deaths:
 
     @property
     def watched(self) -> list[int]:
-        """Slots of processes that live and shall go on living."""
-        return sorted(self._living - self._condemned.keys())
+        """Slots of members that live and shall go on living."""
+        return sorted(slot for slot in self._living - self._condemned.keys() if slot not in self._newcomers)
 
     def pid(self, slot: int) -> int | None:
         """Of a process that lives."""
@@ -78,15 +84,29 @@ class Deaths:
     def look(self) -> None:
         """Announce who has begun to exit without a farewell."""
         for slot, how in self._watch.exiting().items():
-            if slot in self._living:
+            # of a newcomer it is not known yet whether it has ended well: it has nobody to say farewell to
+            if slot in self._living and (how or slot not in self._newcomers):
                 self._gone(slot, how or "killed")
 
     def ended(self, slot: int, how: str) -> None:
         """The parent has reaped a rank."""
         if slot in self._living and self.expected:
             self._gone(slot, how)
-        self._living.discard(slot)
-        self._watch.remove(slot)
+        self._forget_process(slot)
+
+    def left_early(self, slot: int) -> bool:
+        """Whether the process in a slot has left in good order before the work was done."""
+        key = left_key(self._uids[slot])
+        return self.expected and self._store.check([key]) and self._store.get(key).decode() != FINISHED
+
+    def was_released(self, slot: int) -> bool:
+        """Whether it has left only because the others had no place for it."""
+        return self.expected and self._store.check([released_key(self._uids[slot])])
+
+    def replaced(self, slot: int) -> None:
+        """The process in a slot has ended, and there will be another one."""
+        self._forget_process(slot)
+        self._condemned.pop(slot, None)
 
     def close(self) -> None:
         """Let go of the store at once: in a process forked later, its destructor would wait for a thread of ours."""
@@ -96,17 +116,18 @@ class Deaths:
 
     def _gone(self, slot: int, how: str) -> None:
         how = self._condemned.get(slot, how)
-        self._living.discard(slot)
-        self._watch.remove(slot)
+        self._forget_process(slot)
         reason = self._reason(slot, how)
         if reason is None or not announce_death(self._store, self._uids[slot], slot, reason, self._log):
             return
+        if slot in self._newcomers:
+            return
         self.slots.add(slot)
-        left = len(self._living)
+        left = sum(each not in self._newcomers for each in self._living)
         if left or slot in self._condemned:
             go_on = f"; {left} rank{'s go' if left > 1 else ' goes'} on" if left else ""
-            print(
-                f"{time.strftime('%H:%M:%S')} slot {slot} (pid {self._pids[slot]}) died: {reason}{go_on}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"slot {slot} (pid {self._pids[slot]}) died: {reason}{go_on}")
+
+    def _forget_process(self, slot: int) -> None:
+        self._living.discard(slot)
+        self._watch.remove(slot)

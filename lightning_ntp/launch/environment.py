@@ -20,6 +20,8 @@ UID = "LIGHTNING_NTP_UID"
 """Unique per process incarnation, never reused."""
 JOB = "LIGHTNING_NTP_JOB"
 """Unique per job; names files and logs."""
+JOINS = "LIGHTNING_NTP_JOINS"
+"""``1``: this process is a newcomer, started again to join the job while it runs. Absent otherwise."""
 JOB_DIR = "LIGHTNING_NTP_JOB_DIR"
 """Directory, owned by the supervisor and removed at the job's end, in which ranks leave tracebacks and results."""
 
@@ -45,6 +47,8 @@ class RankIdentity:
     store_port: int
     job_dir: Path | None = None
     """Where tracebacks and results go; ``None`` when no supervisor reads them (a hand-made test world)."""
+    joins: bool = False
+    """The others are at work already: it is a newcomer, which joins them."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> RankIdentity:
@@ -70,8 +74,8 @@ class RankIdentity:
             ) from None
         if not 0 <= slot < world_size:
             raise RuntimeError(f"Malformed rank identity: {SLOT}={slot} is not in 0..{world_size - 1} (WORLD_SIZE-1).")
-        job_dir = env.get(JOB_DIR)
-        return cls(slot, world_size, env[UID], env[JOB], host, store_port, Path(job_dir) if job_dir else None)
+        job_dir = Path(env[JOB_DIR]) if env.get(JOB_DIR) else None
+        return cls(slot, world_size, env[UID], env[JOB], host, store_port, job_dir, env.get(JOINS) == "1")
 
     def to_environ(self) -> dict[str, str]:
         """The variables which make a process this rank."""
@@ -90,4 +94,6 @@ class RankIdentity:
         }
         if self.job_dir is not None:
             env[JOB_DIR] = str(self.job_dir)
+        if self.joins:
+            env[JOINS] = "1"
         return env

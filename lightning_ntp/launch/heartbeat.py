@@ -12,7 +12,14 @@ from pathlib import Path
 
 from lightning_ntp.launch.deaths import Deaths
 from lightning_ntp.launch.hangs import Hangs
-from lightning_ntp.launch.progress import DUMP_SIGNAL, ProgressReader, Sample, dump_path, run_directory_path
+from lightning_ntp.launch.progress import (
+    DUMP_SIGNAL,
+    ProgressReader,
+    Sample,
+    dump_path,
+    progress_path,
+    run_directory_path,
+)
 
 _DUMP_SECONDS = 1.0
 """For a process to write its stacks: milliseconds, unless the machine is very busy."""
@@ -54,6 +61,13 @@ class Heartbeat:
             return ""
         stacks = [f"slot {slot}: {self._keep_stacks(slot, samples[slot], False)}" for slot in sorted(samples)]
         return f"{verdict.deadlock} ({'; '.join(stacks)})"
+
+    def forget(self, slot: int) -> None:
+        """The process in a slot has ended, and another one will show its own progress."""
+        reader = self._readers.pop(slot, None)
+        if reader is not None:
+            reader.close()
+        progress_path(self._job_dir, slot).unlink(missing_ok=True)
 
     def close(self) -> None:
         for reader in self._readers.values():

@@ -21,19 +21,21 @@ class RunningJob:
     Args:
         name: Its id.
         supervisor: Process id of the launching process.
+        ranks: How many slots it was launched with.
         pids: Slot -> process id of the ranks that live.
         directory: Its directory.
     """
 
     name: str
     supervisor: int
+    ranks: int
     pids: Mapping[int, int]
     directory: Path
 
 
-def publish(directory: Path, name: str, pids: Mapping[int, int]) -> None:
+def publish(directory: Path, name: str, ranks: int, pids: Mapping[int, int]) -> None:
     """Say who runs. Called by the supervisor, whenever a rank has started or ended."""
-    content = json.dumps({"job": name, "supervisor": os.getpid(), "pids": dict(pids)})
+    content = json.dumps({"job": name, "supervisor": os.getpid(), "ranks": ranks, "pids": dict(pids)})
     new = directory / f"{_FILE}.new"
     new.write_text(content)
     new.replace(directory / _FILE)
@@ -49,10 +51,15 @@ def running_jobs() -> list[RunningJob]:
         except (OSError, ValueError, KeyError):  # it has ended, or is somebody else's
             continue
         pids = {int(slot): int(pid) for slot, pid in told["pids"].items()}
-        found.append(RunningJob(str(told["job"]), int(told["supervisor"]), pids, path.parent))
+        found.append(RunningJob(str(told["job"]), int(told["supervisor"]), int(told["ranks"]), pids, path.parent))
     return found
 
 
 def leave_reason(directory: Path, slot: int) -> Path:
     """The file in which somebody says why a slot is to leave, before it is told to."""
     return directory / f"drain-{slot}"
+
+
+def restart_demand(directory: Path, slot: int) -> Path:
+    """The file by which somebody demands that a slot is started again. The supervisor takes it away."""
+    return directory / f"restart-{slot}"

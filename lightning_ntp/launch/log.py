@@ -22,9 +22,18 @@ def entry_key(position: int) -> str:
     return f"ev/{position}"
 
 
+FINISHED = "finished"
+"""Value of :func:`left_key` if the others do not go on for long without the process."""
+
+
 def left_key(uid: str) -> str:
-    """Key that a process sets before it leaves in good order."""
+    """Key that a process sets before it leaves in good order; its value says why it goes before the others do."""
     return f"left/{uid}"
+
+
+def released_key(uid: str) -> str:
+    """Key that a process sets before it leaves healthy, because the others have no place for it just now."""
+    return f"released/{uid}"
 
 
 class KeyValueStore(Protocol):

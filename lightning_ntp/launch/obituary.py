@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +45,7 @@ def announce_death(store: Any, uid: str, slot: int, reason: str, log: Log | None
 
 
 def is_first_survivor() -> bool:
-    """In a rank: whether all lower slots are dead, so that it speaks for the job."""
+    """In a rank: whether all lower slots are gone for good, so that it speaks for the job."""
     # Not RankIdentity: Lightning's teardown has taken WORLD_SIZE away by then.
     slot = int(os.environ[SLOT])
     if slot == 0:
@@ -56,7 +57,19 @@ def is_first_survivor() -> bool:
     host, _, port = os.environ[STORE].rpartition(":")
     try:
         store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-        dead = {entry.slot for entry in Log(store).read_all() if entry.kind == "dead"}
+        entries = Log(store).read_all()
     except RuntimeError:  # the store is gone, and with it the caller who waits for a result
         return False
-    return dead.issuperset(range(slot))
+    return _gone(entries).issuperset(range(slot))
+
+
+def _gone(entries: Iterable[Entry]) -> set[int]:
+    """Slots without a rank that sees the job to its end."""
+    gone: set[int] = set()
+    for entry in entries:
+        # who leaves in the middle names the generation that goes on without it
+        if entry.kind == "dead" or entry.kind == "left" and entry.round:
+            gone.add(entry.slot)
+        elif entry.kind == "admit":
+            gone.discard(entry.slot)
+    return gone

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from lightning_ntp.launch.environment import JOB_DIR, SLOT, is_rank
+from lightning_ntp.launch.environment import JOB_DIR, JOINS, SLOT, UID, is_rank
 
 PLAIN = "__plain_reason__"
 """Class attribute of exceptions that are no bug: their message is all that a person needs."""
@@ -56,12 +56,34 @@ class Report:
     """The others have not raised it and go on: it counts as the death of this rank."""
 
 
+_alone: bool | None = None
+"""None: as the environment says, which a forked rank takes on after this module was imported."""
+
+
+def report_alone(alone: bool) -> None:
+    """In a rank that was started again: say whether it stands alone, as it does until it is a member.
+
+    While it does, what it raises concerns nobody else. Call it with False as soon as the rank is a member: from then
+    on it counts for the job like any other, for the supervisor too.
+    """
+    global _alone
+    directory = os.environ.get(JOB_DIR)
+    if directory and not alone and os.environ.get(JOINS) == "1":
+        member_mark(Path(directory), os.environ[UID]).touch()
+    _alone = alone
+
+
+def member_mark(directory: Path, uid: str) -> Path:
+    """The file that says that a process which was started again has become a member."""
+    return directory / f"member-{uid}"
+
+
 def report(exception: BaseException, alone: bool = False) -> bool:
     """Leave ``exception`` for the supervisor. A later report of the same rank replaces it.
 
     Args:
         exception: What was raised.
-        alone: Whether the others go on without this rank.
+        alone: Whether the others go on without this rank; see also :func:`report_alone`.
 
     Returns:
         Whether it will be printed by the supervisor. False in a process without one, and for SystemExit and
@@ -70,7 +92,8 @@ def report(exception: BaseException, alone: bool = False) -> bool:
     directory = os.environ.get(JOB_DIR)
     if not is_rank() or not directory or isinstance(exception, (SystemExit, KeyboardInterrupt)):
         return False
-    path = Path(directory) / f"report-{os.environ[SLOT]}.json"
+    path = report_path(Path(directory), int(os.environ[SLOT]))
+    alone = alone or (os.environ.get(JOINS) == "1" if _alone is None else _alone)
     content = json.dumps(asdict(replace(describe(exception), alone=alone)))
     try:
         # The supervisor must never read half a report.
@@ -82,10 +105,15 @@ def report(exception: BaseException, alone: bool = False) -> bool:
     return True
 
 
+def report_path(directory: Path, slot: int) -> Path:
+    """Where the rank in ``slot`` leaves its report."""
+    return directory / f"report-{slot}.json"
+
+
 def read_report(directory: Path, slot: int) -> Report | None:
     """The last report of the rank in ``slot``, if there is one."""
     try:
-        return Report(**json.loads((directory / f"report-{slot}.json").read_text(encoding="utf-8")))
+        return Report(**json.loads(report_path(directory, slot).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
 

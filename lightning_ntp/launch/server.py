@@ -121,7 +121,13 @@ class ForkServer:
             cold = None
         server_pid = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            print(f"cannot start the rank in slot {start.slot}: {error}", file=sys.stderr, flush=True)
+            self._channel.send({"did": "ended", "slot": start.slot, "code": os.EX_OSERR})  # the others may live
+            return False
         if pid == 0:
             self._become_child(server_pid)
             if cold is not None:

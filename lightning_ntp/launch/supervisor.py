@@ -8,11 +8,10 @@ import os
 import secrets
 import select
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,15 +19,18 @@ from typing import Any, Literal, get_args
 from lightning_ntp.launch import hydra, jobs
 from lightning_ntp.launch.call import Call, read_result, save_call
 from lightning_ntp.launch.channel import Message
+from lightning_ntp.launch.console import say
 from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
 from lightning_ntp.launch.ending import Ending
 from lightning_ntp.launch.environment import RankIdentity
 from lightning_ntp.launch.heartbeat import Heartbeat
 from lightning_ntp.launch.hosting import host_store
-from lightning_ntp.launch.outcome import Failure, Outcome, RanksFailedError, exit_code, failure_of, find_cause
+from lightning_ntp.launch.newcomers import REFUSED, Newcomers
+from lightning_ntp.launch.outcome import Failure, Outcome, exit_code, failure_of, find_cause
 from lightning_ntp.launch.program import Program
 from lightning_ntp.launch.relay import SignalRelay
-from lightning_ntp.launch.report import Report, read_report
+from lightning_ntp.launch.report import Report, read_report, report_path
+from lightning_ntp.launch.restarts import MayRestart, Restarts
 from lightning_ntp.launch.server_process import ServerProcess, exec_server, fork_server
 from lightning_ntp.launch.stop import stop_mark
 
@@ -56,6 +58,11 @@ class Supervisor:
         kill_grace: how long after that SIGTERM they get SIGKILL.
         heartbeat: a rank that recovers from deaths and shows no progress for so long, while others need it, is killed;
             ``None`` lets it hang.
+        max_restarts: how often each slot is started again when its rank has died and the others go on.
+        restart_backoff: before the first restart of a slot; doubled for each further one, up to a minute.
+        may_restart: asked before each restart, in a thread, whether the slot's device is fit for it: False, or a text
+            that says why not, forbids it, and it is asked again after the backoff. A demand of a person's is not asked
+            for (``lightning-ntp restart``).
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -74,6 +81,9 @@ class Supervisor:
         failure_grace: timedelta = timedelta(seconds=10),
         kill_grace: timedelta = timedelta(seconds=5),
         heartbeat: timedelta | None = None,
+        max_restarts: int = 0,
+        restart_backoff: timedelta = timedelta(seconds=1),
+        may_restart: MayRestart | None = None,
     ) -> None:
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks={ranks!r}: give the number of processes to start, an integer of at least 1.")
@@ -109,6 +119,15 @@ class Supervisor:
         self._died: list[Failure] = []
         self._heartbeat_limit = heartbeat
         self._heartbeat: Heartbeat | None = None
+        self._restarts = Restarts(max_restarts, restart_backoff, may_restart)
+        self._newcomers = Newcomers(Path())
+        self._former_codes: dict[int, int] = {}
+        """How the last member ended, of the slots in which a newcomer runs."""
+        self._left: set[int] = set()
+        """Slots whose last member has left in good order, and the others went on."""
+        self._finished = False
+        """A rank is through with the script: nobody can join any more."""
+        self._shown: set[tuple[int, str]] = set()
 
     def run(self) -> Outcome:
         """Start the ranks, wait until all have ended, and say how it went. Prints nothing.
@@ -155,17 +174,24 @@ class Supervisor:
         # After the server: a fork of this process must not inherit the store's socket and thread.
         address = self._store_address or self._host_store()
         host, _, port = address.rpartition(":")
-        self._deaths = Deaths(self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir))
+        self._store_host, self._store_port = host, int(port)
+        self._newcomers = Newcomers(job_dir)
+        self._deaths = Deaths(
+            self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir), self._newcomers
+        )
         if self._heartbeat_limit is not None:
             self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job)
         for slot in range(self.ranks):
-            uid = f"{self.job}.{self._incarnations}"
-            self._incarnations += 1
-            self._uids[slot] = uid
-            identity = RankIdentity(slot, self.ranks, uid, self.job, host, int(port), job_dir)
-            environment = {**self._base_environment(), **identity.to_environ()}
-            arguments = self._arguments[slot] if self.start_method == "popen" else []
-            server.channel.send({"do": "start", "slot": slot, "environment": environment, "arguments": arguments})
+            self._start(server, job_dir, slot)
+
+    def _start(self, server: ServerProcess, job_dir: Path, slot: int, joins: bool = False) -> None:
+        uid = f"{self.job}.{self._incarnations}"
+        self._incarnations += 1
+        self._uids[slot] = uid
+        identity = RankIdentity(slot, self.ranks, uid, self.job, self._store_host, self._store_port, job_dir, joins)
+        environment = {**self._base_environment(), **identity.to_environ()}
+        arguments = self._arguments[slot] if self.start_method == "popen" else []
+        server.channel.send({"do": "start", "slot": slot, "environment": environment, "arguments": arguments})
 
     def _host_store(self) -> str:
         self.store = host_store()
@@ -189,6 +215,7 @@ class Supervisor:
         while len(self._codes) < self.ranks:
             recovers = self._deaths.expected
             ready, _, _ = select.select([server.channel], [], [], LOOK_SECONDS if recovers else _TICK)
+            self._look_for_joined()
             if recovers and not self._told_to_end:
                 self._deaths.look()
             for message in server.channel.receive() if ready else []:
@@ -217,38 +244,117 @@ class Supervisor:
             if due is not None:
                 Path(stop_mark(job_dir)).touch()
                 server.channel.send({"do": "signal", "signum": due})
+            if recovers:
+                self._start_again(server, job_dir, now)
 
     def _hear(self, message: Message, job_dir: Path) -> None:
         now = time.monotonic()
         if message["did"] == "started":
             self.pids[message["slot"]] = message["pid"]
+            jobs.restart_demand(job_dir, message["slot"]).unlink(missing_ok=True)
             self._publish(job_dir)
             self._deaths.started(message["slot"], message["pid"])
         elif message["did"] == "signalled":
             self._relay.reached_ranks(message["signum"])
         elif message["did"] == "ended":
             slot, code = message["slot"], message["code"]
-            self._codes[slot] = code
-            self._publish(job_dir)
+            self._look_for_joined()
             self._look_for_report(slot, job_dir)
-            report = self._reports.get(slot)
-            failure = failure_of(slot, code, now, report)
-            if failure is not None and (report is None or report.alone) and not self._told_to_end:
-                self._deaths.ended(slot, failure.summary.removeprefix("killed by "))
-            if slot in self._deaths.slots:
-                if failure is not None:
-                    self._died.append(failure)
-                code = 0  # the others go on
+            if slot in self._newcomers:
+                self._newcomer_ended(slot, code, now)
+            else:
+                self._member_ended(slot, code, now, job_dir)
+            self._publish(job_dir)
+
+    def _member_ended(self, slot: int, code: int, now: float, job_dir: Path) -> None:
+        self._codes[slot] = code
+        report = self._reports.get(slot)
+        failure = failure_of(slot, code, now, report)
+        if (failure is None or report is None or report.alone) and not self._told_to_end:
+            self._deaths.ended(slot, "exit code 0" if failure is None else failure.summary.removeprefix("killed by "))
+        comes_back = False
+        if slot in self._deaths.slots:
+            if failure is not None:
+                self._died.append(failure)
+            code = 0  # the others go on
+            comes_back = not jobs.leave_reason(job_dir, slot).exists()
+        elif failure is not None:
             # A rank that ends because it was told to has not failed.
-            elif failure is not None and not (self._told_to_end and (report is None or report.echo)):
+            if not (self._told_to_end and (report is None or report.echo)):
                 self._failures.append(failure)
-            self._ending.ended(slot, code, now)
+        elif self._deaths.left_early(slot):
+            self._left.add(slot)
+            comes_back = self._deaths.was_released(slot)
+        else:
+            self._finished = True
+        self._ending.ended(slot, code, now)
+        if comes_back and self._goes_on:
+            self._restarts.gone(slot, now)
+
+    def _newcomer_ended(self, slot: int, code: int, now: float) -> None:
+        """Nobody needs it: the job is as if it had never been started."""
+        failure = failure_of(slot, code, now, self._reports.get(slot))
+        why = "exit code 0" if failure is None else failure.summary
+        self._deaths.ended(slot, why.removeprefix("killed by "))
+        self._newcomers.discard(slot)
+        self._codes[slot] = self._former_codes.pop(slot)
+        self._ending.came_to_nothing(slot)
+        if not self._goes_on:
+            return
+        who = f"slot {slot} (pid {self.pids[slot]})" if slot in self.pids else f"slot {slot}"
+        if code == REFUSED:
+            why = f"the job does not take it; it is not started again unless `lightning-ntp restart {slot}` demands it"
+        say(f"{who} has ended before it had joined: {why}")
+        if code not in (0, REFUSED):
+            self._restarts.gone(slot, now)
+
+    def _look_for_joined(self) -> None:
+        for slot in self._newcomers.joined():
+            if self._deaths.pid(slot) is None:
+                continue  # it was seen to die before it was seen to have joined, and said to have died as a newcomer
+            self._newcomers.discard(slot)
+            self._ending.joined(slot)
+            del self._former_codes[slot]
+            self._left.discard(slot)
+            self._deaths.slots.discard(slot)
+            self._died = [failure for failure in self._died if failure.slot != slot]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Somebody is at work whom a newcomer could join."""
+        return not (self._told_to_end or self._ending.begun or self._finished)
+
+    def _start_again(self, server: ServerProcess, job_dir: Path, now: float) -> None:
+        """Start newcomers: those that are due, and those that a person has demanded."""
+        for slot in [slot for slot in self._codes if jobs.restart_demand(job_dir, slot).exists()]:
+            jobs.restart_demand(job_dir, slot).unlink(missing_ok=True)
+            if self._goes_on:
+                self._restarts.demanded(slot)
+                say(f"slot {slot} is started again, on demand")
+                self._start_newcomer(server, job_dir, slot)
+            else:
+                say(f"slot {slot} is not started again: the job is ending")
+        for slot in self._restarts.due(now) if self._goes_on else []:
+            self._start_newcomer(server, job_dir, slot)
+
+    def _start_newcomer(self, server: ServerProcess, job_dir: Path, slot: int) -> None:
+        self._former_codes[slot] = self._codes.pop(slot)
+        self.pids.pop(slot, None)
+        self._reports.pop(slot, None)
+        self._deaths.replaced(slot)
+        if self._heartbeat is not None:
+            self._heartbeat.forget(slot)
+        for path in (report_path(job_dir, slot), jobs.leave_reason(job_dir, slot)):
+            path.unlink(missing_ok=True)
+        self._start(server, job_dir, slot, joins=True)
+        self._newcomers.add(slot, self._uids[slot])
+        self._ending.came(slot)
 
     def _publish(self, job_dir: Path) -> None:
         """Tell commands in other terminals who runs. They can do without it."""
         living = {slot: pid for slot, pid in self.pids.items() if slot not in self._codes}
         with contextlib.suppress(OSError):
-            jobs.publish(job_dir, self.job, living)
+            jobs.publish(job_dir, self.job, self.ranks, living)
 
     def _end_if_stuck(self, why: str, now: float) -> None:
         if why:
@@ -275,8 +381,16 @@ class Supervisor:
         if not report.alone:
             self._ending.raised(slot, time.monotonic())
         elif known is None or not known.alone:
-            text = f"{report.text.rstrip()}\n(raised by slot {slot} alone, which leaves the job for it)\n"
-            print(text, end="", file=sys.stderr, flush=True)
+            self._show(report, slot)
+
+    def _show(self, report: Report, slot: int) -> None:
+        who = f"slot {slot} alone, which leaves the job for it"
+        if slot in self._newcomers:
+            if (slot, report.signature) in self._shown or not self._goes_on:
+                return  # the attempt before has come to the same, or nobody wants to know any more
+            self._shown.add((slot, report.signature))
+            who = f"slot {slot}, which has not joined the job yet"
+        print(f"{report.text.rstrip()}\n(raised by {who})", file=sys.stderr, flush=True)
 
     def _server_lost(self, server: ServerProcess) -> None:
         code = server.end()
@@ -285,7 +399,7 @@ class Supervisor:
         self._failures.append(Failure(-1, text, 1, float("-inf"), signature="server"))
 
     def _outcome(self, job_dir: Path) -> Outcome:
-        survivors = self._codes.keys() - self._deaths.slots
+        survivors = self._codes.keys() - self._deaths.slots - self._left
         if not survivors or self._failures and all(failure.echo for failure in self._failures):
             self._failures += self._died  # nobody was left to go on, or nobody could
         cause = find_cause(self._failures)
@@ -323,50 +437,6 @@ def _short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def run_script(ranks: int, **options: Any) -> int:
-    """Re-run this script in ``ranks`` ranks, print the cause if they fail, and return the exit code to leave with.
-
-    Args:
-        options: keyword arguments of :class:`Supervisor`.
-    """
-    outcome = Supervisor(ranks, "popen", **options).run()
-    if outcome.cause is not None:
-        sys.stdout.flush()
-        print(outcome.describe(), end="", file=sys.stderr, flush=True)
-    return outcome.exit_code
-
-
-def run_call(
-    ranks: int,
-    function: Callable[..., Any],
-    *args: Any,
-    start_method: Literal["spawn", "fork"] = "spawn",
-    **options: Any,
-) -> Any:
-    """Call ``function(*args)`` in ``ranks`` ranks and return what slot 0 returned.
-
-    Args:
-        options: keyword arguments of :class:`Supervisor`.
-
-    Raises:
-        RanksFailedError: it raised, or a rank died.
-        KeyboardInterrupt, SystemExit: the job was stopped by a signal before it finished.
-    """
-    outcome = Supervisor(ranks, start_method, Call(function, args), **options).run()
-    return result_of(outcome)
-
-
-def result_of(outcome: Outcome) -> Any:
-    """The result of a call, or the exception which says why there is none."""
-    if outcome.exit_code == 0:
-        return outcome.result
-    if outcome.cause is None:
-        if outcome.stop_signal == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(outcome.exit_code)
-    raise RanksFailedError(outcome)
 
 
 def _refuse_fork_after_cuda() -> None:

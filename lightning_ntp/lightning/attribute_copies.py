@@ -47,6 +47,15 @@ class AttributeRecorder:
         return restore
 
 
+def own_attributes(module: LightningModule) -> dict[str, Any]:
+    """The attributes that :class:`AttributeRecorder` would remember, tensors too."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_LIGHTNING and (type(value) in _PLAIN or isinstance(value, (*_CONTAINERS, tuple, Tensor)))
+    }
+
+
 def _held(container: Any) -> Callable[[], None]:
     length = len(container)
     if isinstance(container, list) and length > LONG:

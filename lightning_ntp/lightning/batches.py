@@ -54,6 +54,15 @@ class Batches:
 
         return restore
 
+    def known(self) -> dict[str, Any]:
+        """What all ranks have found out alike, for a newcomer."""
+        return {"checked": sorted(self._checked), "even": None if self._even is None else self._even[1]}
+
+    def know(self, known: dict[str, Any], trainer: Trainer) -> None:
+        """In a newcomer: take over what :meth:`known` has said."""
+        self._checked = set(known["checked"])
+        self._even = None if known["even"] is None else (trainer.train_dataloader, known["even"])
+
     def training(self, trainer: Trainer, batch: Any, batch_idx: int) -> Any:
         """The batch to train on. Collective over all members in the first steps and where batches may differ in size.
 

@@ -140,17 +140,23 @@ class BufferRecorder:
                 if slot.holder.get(slot.name) is copy.tensor and version_of(copy.tensor) == copy.version is not None:
                     copy.value = None
 
+    def constant(self) -> frozenset[str]:
+        """Large buffers that no step has changed so far: every rank has made them alike."""
+        large = self._large.items()
+        return frozenset(slot.label for slot, copy in large if copy.value is None and not _changed(copy))
+
     def uncopied(self) -> str:
         """A large buffer that was taken to be constant and has changed since; empty if there is none. Said once."""
         for slot, copy in self._large.items():
-            if copy.value is None and (slot.holder.get(slot.name) is not copy.tensor or _changed(copy)):
+            if copy.value is None and _changed(copy):
                 self._large[slot] = _Copy(slot, copy.tensor, None, copy.tensor)  # the next moment copies it
                 return slot.label
         return ""
 
 
 def _changed(copy: _Copy) -> bool:
-    return version_of(copy.tensor) != copy.version
+    slot = copy.slot
+    return slot.holder.get(slot.name) is not copy.tensor or version_of(copy.tensor) != copy.version
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -50,6 +50,15 @@ class DeferredRows:
 
         return restore
 
+    @property
+    def waiting(self) -> tuple[Callable[[], Any], ...]:
+        """The rows that are held back now, oldest first."""
+        return tuple(self._rows)
+
+    @waiting.setter
+    def waiting(self, rows: Iterable[Callable[[], Any]]) -> None:
+        self._rows = list(rows)
+
     def write(self) -> None:
         """The step is committed."""
         rows, self._rows = self._rows, []

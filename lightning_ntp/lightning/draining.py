@@ -73,7 +73,7 @@ class Draining:
             Interrupted: If the membership changes first.
         """
         planned = self._engine.planned
-        if planned is None:
+        if planned is None or planned.leaver < 0:
             return
         if not self._engine.switch():
             self._leave(planned.reason)

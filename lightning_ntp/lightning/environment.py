@@ -8,7 +8,7 @@ from lightning.fabric.plugins.environments.cluster_environment import ClusterEnv
 from typing_extensions import override
 
 from lightning_ntp.comm import runtime
-from lightning_ntp.launch.environment import is_rank
+from lightning_ntp.launch.environment import RankIdentity, is_rank
 
 SUPERVISOR_RANK = 2**31 - 1
 """The supervisor trains nothing and is never rank zero: it must not log, save or print in a rank's place."""
@@ -50,7 +50,9 @@ class NTPEnvironment(ClusterEnvironment):
     @override
     def world_size(self) -> int:
         current = runtime.current()
-        return self._launch_size if current is None else current.generation.topology.world_size
+        if current is None or current.joining:
+            return self._launch_size
+        return current.generation.topology.world_size
 
     @override
     def set_world_size(self, size: int) -> None:
@@ -60,10 +62,11 @@ class NTPEnvironment(ClusterEnvironment):
     @override
     def global_rank(self) -> int:
         current = runtime.current()
-        if current is not None:
+        if current is not None and not current.joining:
             return current.generation.rank
         if is_rank():
-            return int(os.environ["RANK"])
+            # who joins a running job is nobody's rank 0, though it may be in the place of one that was
+            return int(os.environ["RANK"]) or (SUPERVISOR_RANK if RankIdentity.from_environ().joins else 0)
         return SUPERVISOR_RANK if self._supervises else 0
 
     @override
@@ -74,7 +77,9 @@ class NTPEnvironment(ClusterEnvironment):
     def local_rank(self) -> int:
         # one node: what its first rank does for all (`prepare_data`) falls to the first that lives
         current = runtime.current()
-        return device_number() if current is None else current.generation.rank
+        if current is None:
+            return device_number()
+        return self.global_rank() if current.joining else current.generation.rank
 
     @override
     def node_rank(self) -> int:

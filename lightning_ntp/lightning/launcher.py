@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
@@ -26,7 +27,9 @@ from typing_extensions import override
 from lightning_ntp.launch import Outcome, Supervisor, is_rank
 from lightning_ntp.launch.call import Call
 from lightning_ntp.launch.report import install_excepthook, report
-from lightning_ntp.launch.supervisor import StartMethod, result_of
+from lightning_ntp.launch.run import result_of
+from lightning_ntp.launch.supervisor import StartMethod
+from lightning_ntp.lightning import calls
 from lightning_ntp.lightning.private import is_tuner_exit
 
 
@@ -99,7 +102,8 @@ class NTPLauncher(_Launcher):
         """
         if is_rank():
             _check_missing_main_guard()
-            return _run_in_this_rank(self._strategy, function, args, kwargs)
+            run = partial(_run_in_this_rank, self._strategy, function, args, kwargs)
+            return calls.run(function, run, trainer)
         environment = self._strategy.cluster_environment
         if environment is not None and environment.creates_processes_externally and environment.world_size() > 1:
             raise RuntimeError(
@@ -123,7 +127,9 @@ class NTPLauncher(_Launcher):
             self._supervisor.kill(int(signum))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_supervisor": None}
+        # the supervisor's; a lambda could not travel to spawned ranks
+        options = {name: value for name, value in self._options.items() if name != "may_restart"}
+        return {**self.__dict__, "_supervisor": None, "_options": options}
 
     def _run_script(self, trainer: pl.Trainer | None) -> None:
         outcome = self._supervise(None, trainer)

@@ -76,6 +76,73 @@ class MetricRecorder:
         return copy
 
 
+_COUNTS = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync")
+# made by whoever makes the metric
+_OF_METRICS = frozenset(vars(nn.Module())) | {"_defaults", "_persistent", "_reductions", "_device", *_OF_THE_GENERATION}
+_PLAIN = (bool, int, float, str, list, dict, tuple, Tensor, type(None))
+
+
+def metric_kinds(module: nn.Module) -> list[str]:
+    """The metrics and collections of a module, by path and type."""
+    found = [(path, m) for path, m in module.named_modules() if isinstance(m, Metric | MetricCollection)]
+    return [f"{path} ({type(m).__name__})" for path, m in found]
+
+
+def metric_states(module: nn.Module) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """What the metrics of a module have gathered.
+
+    Returns:
+        Their states and counts by path; those of one compute group share theirs. And by path and name whatever else
+        they keep that may have changed.
+    """
+    states: dict[str, dict[str, Any]] = {}
+    others: dict[str, Any] = {}
+    for path, metric in module.named_modules():
+        own = vars(metric)
+        if isinstance(metric, Metric):
+            names = [name for name in (*metric._defaults, *_COUNTS) if name in own]
+            states[path] = {name: own[name] for name in names}
+            known = _OF_METRICS | set(names)
+            others |= {f"{path}.{k}": v for k, v in own.items() if k not in known and isinstance(v, _PLAIN)}
+        elif isinstance(metric, MetricCollection):
+            others |= {f"{path}.{name}": own[name] for name in _OF_COLLECTIONS}
+    return states, others
+
+
+@torch.no_grad()
+def put_metric_states(
+    module: nn.Module, states: dict[str, dict[str, Any]], others: dict[str, Any], fresh: bool
+) -> None:
+    """Let the metrics of a module go on from another one's states.
+
+    Args:
+        module: Its metrics have the same paths.
+        states: See :func:`metric_states`.
+        others: See there.
+        fresh: Whether they begin at zero, because what the states have gathered is counted elsewhere; not those which
+            are not summed over ranks.
+    """
+    for path, value in others.items():
+        owner, _, name = path.rpartition(".")
+        vars(module.get_submodule(owner))[name] = value
+    defaults: dict[int, Any] = {}  # of shared states one default, shared
+    for path, values in states.items():
+        metric = module.get_submodule(path)
+        assert isinstance(metric, Metric)
+        vars(metric).update(values)
+        if not fresh or not metric.sync_on_compute:
+            continue
+        shared = {name: values[name] for name in metric._defaults if name in values}
+        metric.reset()
+        for name, state in shared.items():
+            if id(state) not in defaults:
+                default = metric._defaults[name]
+                defaults[id(state)] = (
+                    default.clone().to(state.device, state.dtype) if isinstance(default, Tensor) else []
+                )
+            vars(metric)[name] = defaults[id(state)]
+
+
 def _restore_metric(metric: Metric, attributes: dict[str, Any], fresh: dict[int, Any]) -> None:
     own = metric.__dict__
     for name in [n for n in own if n not in attributes]:

@@ -94,6 +94,16 @@ def take_over_rank_zero(trainer: Trainer, loggers: Sequence[Logger] = (), runnin
             trainer.progress_bar_callback.enable()
 
 
+def hand_over_rank_zero(trainer: Trainer) -> None:
+    """In a rank that is rank 0 no more, since a lower slot has joined: what is in its memory goes to the files."""
+    for logger in trainer.loggers:
+        if isinstance(logger, FabricCSVLogger | FabricTensorBoardLogger) and logger._experiment is not None:
+            logger._experiment.flush() if hasattr(logger._experiment, "flush") else logger._experiment.save()
+            logger._experiment = None
+    if trainer.progress_bar_callback is not None:
+        trainer.progress_bar_callback.disable()
+
+
 # ---- what was logged -------------------------------------------------------------------------------------------------
 
 
@@ -146,6 +156,28 @@ class _Rows:
 
 def _rows_of(logger: Logger) -> _Rows | None:
     return getattr(logger, "_ntp_rows", None)
+
+
+_REMEMBERED = ("count", "highest", "before", "newest", "at")
+
+
+def stand_ins(trainer: Trainer) -> list[Callable[..., None] | None]:
+    """What stands in for each logger's ``log_metrics`` since :func:`remember_rows`; None where nothing does."""
+    return [_rows_of(logger) for logger in trainer.loggers]
+
+
+def remembered_rows(trainer: Trainer) -> list[dict[str, Any] | None]:
+    """What this rank remembers for each logger, for a rank that has not seen it."""
+    found = [_rows_of(logger) for logger in trainer.loggers]
+    return [None if rows is None else {k: getattr(rows, k) for k in _REMEMBERED} for rows in found]
+
+
+def put_remembered_rows(trainer: Trainer, remembered: Sequence[dict[str, Any] | None]) -> None:
+    """Remember what another rank does: any rank may be rank 0 later."""
+    for logger, values in zip(trainer.loggers, remembered, strict=True):
+        rows = _rows_of(logger)
+        if rows is not None and values is not None:
+            vars(rows).update(values)
 
 
 def _steps(rows: list[_Row]) -> list[int]:

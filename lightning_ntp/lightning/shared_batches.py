@@ -26,9 +26,15 @@ class SharedBatches:
     """
 
     def __init__(self, dataloaders: Any) -> None:
+        self.source = dataloaders
         self._loader = dataloaders if _can_be_shared(dataloaders) else None
         self._indices: tuple[int, list[list[int]]] | None = None
         self._warned = False
+
+    @property
+    def possible(self) -> bool:
+        """Whether samples can be fetched by their number."""
+        return self._loader is not None
 
     def share(self, batch_idx: int, topology: Topology, replica: int) -> tuple[Any, int] | None:
         """Fetch this replica's share.

@@ -103,6 +103,10 @@ class SnapshotRecorder:
         """A buffer that has changed though no snapshot has its values of before; empty if there is none. Said once."""
         return self._buffers.uncopied()
 
+    def constant_buffers(self) -> frozenset[str]:
+        """Names of large buffers that no step has changed so far."""
+        return self._buffers.constant()
+
     def look_around(self) -> None:
         """Find what there is to remember; by itself once an epoch."""
         module, self._epoch = self._trainer.lightning_module, self._trainer.current_epoch

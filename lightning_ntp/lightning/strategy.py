@@ -34,8 +34,9 @@ from lightning_ntp.comm import (
 )
 from lightning_ntp.launch import RankIdentity, is_rank, progress
 from lightning_ntp.launch.progress import Tag
+from lightning_ntp.lightning import calls, private
 from lightning_ntp.lightning import checkpoint as checkpoints
-from lightning_ntp.lightning import private
+from lightning_ntp.lightning.arrivals import Arrivals
 from lightning_ntp.lightning.attribute_copies import remember_containers
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
 from lightning_ntp.lightning.batches import Batches
@@ -45,6 +46,7 @@ from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
 from lightning_ntp.lightning.draining import Draining
 from lightning_ntp.lightning.environment import NTPEnvironment, device_number
 from lightning_ntp.lightning.evaluation import Evaluation
+from lightning_ntp.lightning.identity import describe_job
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
 from lightning_ntp.lightning.metrics import count_replicas_once
@@ -57,7 +59,8 @@ from lightning_ntp.lightning.snapshot import SnapshotRecorder
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
-from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, check_times, is_number
+from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, as_timedelta, check_times, is_number
+from lightning_ntp.lightning.told import Told
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.verification import Verification
 from lightning_ntp.lightning.whole_state import WholeState
@@ -102,6 +105,13 @@ class NTPStrategy(ParallelStrategy):
             a neighbour too, so that a single replica survives the loss of a rank, and several the loss of the same
             index everywhere. The copies are renewed every k steps, k chosen so that they cost under 1 % of the steps;
             after such a loss the parameters go back at most about k steps, which are done again. None: no copies.
+        max_restarts: How often each slot is started again after its rank was lost, or left because its replica was
+            dropped; the new rank joins the others while they train. 0: never, but for ``lightning-ntp restart SLOT``.
+        restart_backoff: How long to wait before the first restart of a slot, seconds or a timedelta; twice as long
+            before each further one, up to a minute.
+        may_restart: Called with the slot before each restart, in a thread of the launching process: whether its device
+            is fit for it. False, or a text that says why not, forbids it, and it is called again after the backoff;
+            True, None or an empty text allow it.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -129,8 +139,17 @@ class NTPStrategy(ParallelStrategy):
         heartbeat: float | timedelta | None = DEFAULT_HEARTBEAT,
         verify: Literal["auto"] | bool = "auto",
         redundancy: Literal["neighbor"] | None = None,
+        max_restarts: int = 0,
+        restart_backoff: float | timedelta = 1.0,
+        may_restart: Callable[[int], bool | str | None] | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+            raise ValueError(
+                f"max_restarts={max_restarts!r} must be a whole number: how often a slot is started again, 0 for never"
+            )
+        if may_restart is not None and not callable(may_restart):
+            raise ValueError(f"may_restart={may_restart!r} must be a function of a slot, or None")
         if redundancy not in (None, "neighbor"):
             raise ValueError(f"redundancy={redundancy!r} is neither None nor 'neighbor'")
         if not (isinstance(verify, bool) or verify == "auto"):
@@ -162,7 +181,14 @@ class NTPStrategy(ParallelStrategy):
         self.plan = plan
         self._bucket_cap_bytes = int(bucket_cap_mb * 2**20)
         self._process_group_backend = process_group_backend
-        self._timeout, self._heartbeat = check_times(timeout, heartbeat)
+        self._timeout, silence = check_times(timeout, heartbeat)
+        self._supervision: dict[str, Any] = {
+            "heartbeat": silence,
+            "max_restarts": max_restarts,
+            "restart_backoff": as_timedelta("restart_backoff", restart_backoff),
+            "may_restart": may_restart,
+        }
+        """What the supervisor is told."""
         self.start_method: Literal["popen", "spawn", "fork"] = start_method
         self.num_nodes = 1
         self.sharded: ShardedModel | None = None
@@ -184,6 +210,8 @@ class NTPStrategy(ParallelStrategy):
         self._with_copies = redundancy == "neighbor"
         self._redundancy: Redundancy | None = None
         self._draining: Draining | None = None
+        self._arrivals: Arrivals | None = None
+        self._told: Told | None = None
         # methods rather than lambdas: the strategy is pickled for spawned ranks
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
         self._whole = WholeState(self._get_model, self._get_generation, self._collectives)
@@ -191,6 +219,11 @@ class NTPStrategy(ParallelStrategy):
         self._stop = StopTogether(self._get_generation, self._leave)
         self._removed: list[tuple[int, Any]] = []
         """Checkpoints that rank 0 was to remove, with the number of operations completed before."""
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # the supervisor's; a lambda could not travel to spawned ranks
+        return {**super().__getstate__(), "_supervision": {**self._supervision, "may_restart": None}}
 
     # ---- identity ---------------------------------------------------------------------------------------------
 
@@ -328,7 +361,7 @@ class NTPStrategy(ParallelStrategy):
                 "redundancy='neighbor' needs a neighbour: with one device nobody is left when its rank dies; leave it"
                 " out, and save checkpoints"
             )
-        self._launcher = NTPLauncher(self, self.start_method, {"heartbeat": self._heartbeat})
+        self._launcher = NTPLauncher(self, self.start_method, self._supervision)
 
     def check_before_launch(self) -> None:
         """Called by the launcher in the supervisor, before any rank starts.
@@ -356,7 +389,9 @@ class NTPStrategy(ParallelStrategy):
             self._timeout,
             self.root_device,
             with_copies=self._with_copies,
+            joins=identity.joins,
         )
+        self._told = Told(self._runtime, calls.current())
         self.set_world_ranks()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
@@ -397,7 +432,9 @@ class NTPStrategy(ParallelStrategy):
             self._held = {optimizer: _count(optimizer) for optimizer in self.optimizers}
             if self._sync is not None:
                 self._sync.close()
-            self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
+                self._sync = None
+            if not self._runtime.joining:
+                self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
         sharded = self.sharded
         private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
@@ -441,14 +478,36 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
-        self._stop.riders, self._draining = [], None
+        self._stop.riders, self._draining, self._arrivals = [], None, None
         if transaction is not None:
             assert self._runtime is not None
             draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
             self._stop.riders, self._stop.drain = [draining], self._drain_self
-            transaction.on_commit.append(draining.step_done)
-            transaction.on_gradients = draining.change
-            assert self.lightning_module is not None
+            assert self.lightning_module is not None and self.sharded is not None and self._first_steps is not None
+            assert self._told is not None and self._verification is not None
+            arrivals = self._arrivals = Arrivals(
+                trainer,
+                self._runtime,
+                survival,
+                self.sharded,
+                self._states,
+                self._batches,
+                self._first_steps,
+                self._verification,
+                self._whole,
+                self.root_device,
+                self._told,
+            )
+            self._stop.riders.append(arrivals.joining)
+            transaction.on_commit += [draining.step_done, arrivals.joining.step_done]
+
+            def change(result: Any) -> None:
+                draining.change()
+                arrivals.joining.change(result)
+
+            transaction.on_gradients = change
+            if self._runtime.joining:
+                trainer.num_sanity_val_steps = 0
             survival.engine.keeps_gradients = not self.lightning_module.automatic_optimization
 
     def drain(self, slot: int, reason: str = "") -> None:
@@ -483,13 +542,16 @@ class NTPStrategy(ParallelStrategy):
         redundancy = self._redundancy = Redundancy(
             self.sharded, self._all_states, self._get_generation, self._collectives.together, self.num_processes
         )
-        redundancy.check_memory(self.optimizers if fits else [])
+        alone = self._runtime is None or self._runtime.joining
+        if not alone:
+            redundancy.check_memory(self.optimizers if fits else [])
         self._survival.engine.copies = redundancy.copies
         self._survival.renew = redundancy.renew
         if self._survival.transaction is not None:
             redundancy.keep_history(self._survival.transaction)
         self._stop.riders.append(redundancy)
-        redundancy.copy_now(0)
+        if not alone:
+            redundancy.copy_now(0)
 
     def _all_states(self) -> list[ShardedState]:
         """What neighbours keep copies of, besides the parameters."""
@@ -509,8 +571,9 @@ class NTPStrategy(ParallelStrategy):
         if self._loaded_at() == self._survival.committed:
             self._whole.load_again(self.optimizers)
         if self._sync is not None:
-            assert self.sharded is not None
             self._sync.close()
+        if self._transaction is not None:
+            assert self.sharded is not None
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
@@ -611,8 +674,11 @@ class NTPStrategy(ParallelStrategy):
                 " (redundancy='neighbor' keeps one)" * (replicas == 1 and not self._with_copies)
             )
         )
-        if self._redundancy is not None:
+        if self._redundancy is not None and self._runtime is not None and not self._runtime.joining:
             self._redundancy.copy_now(0)  # with what a checkpoint or a hook has loaded meanwhile
+        assert self._told is not None
+        sharded, trainer = self.sharded, self.lightning_module.trainer
+        self._told.training_starts(lambda: describe_job(trainer, sharded))
         progress.current().back_to(Tag.BETWEEN)
 
     # ---- the step ---------------------------------------------------------------------------------------------
@@ -671,6 +737,8 @@ class NTPStrategy(ParallelStrategy):
         super().on_train_end()
         if self._draining is not None:
             self._draining.forget()
+        if self._arrivals is not None:
+            self._arrivals.joining.forget()
         self._compare_copies()
         if self._redundancy is not None:
             assert self._survival is not None
@@ -794,9 +862,9 @@ class NTPStrategy(ParallelStrategy):
 
     def _remember_step(self) -> Callable[[], None]:
         """Remember what a step changes here: a replay must enter the same collectives again, on all ranks."""
-        assert self._sync is not None and self._first_steps is not None and self._transaction is not None
+        assert self._first_steps is not None and self._transaction is not None
         # of a later micro-batch: what the replay of the earlier ones has made it, in whatever layout it ran
-        local = set(self._sync.local) if self._transaction.at_start else None
+        local = set(self._sync.local if self._sync is not None else ()) if self._transaction.at_start else None
         assert self._verification is not None
         others = (self._batches.remember(), self._first_steps.remember(), self._verification.remember())
 
@@ -841,7 +909,10 @@ class NTPStrategy(ParallelStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        return obj if self._runtime is None else self._collectives.broadcast(obj, src)
+        if self._runtime is None:
+            return obj
+        assert self._told is not None
+        return self._told.broadcast(obj, lambda: self._collectives.broadcast(obj, src))
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
@@ -1033,7 +1104,7 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
-        self._stop.riders, self._draining = [], None
+        self._stop.riders, self._draining, self._arrivals = [], None, None
         if self._survival is not None:
             if self._is_done():
                 # nobody leaves while others may still need what it holds

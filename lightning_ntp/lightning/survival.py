@@ -27,7 +27,7 @@ from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
 from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
-from lightning_ntp.lightning.rank_zero import remember_rows, take_over_rank_zero
+from lightning_ntp.lightning.rank_zero import hand_over_rank_zero, remember_rows, take_over_rank_zero
 from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.plan.policy import RecoveryPolicy
 
@@ -279,6 +279,7 @@ class Survival:
         try:
             return act()
         except engine.Released as error:
+            self._runtime.membership.announce_released(str(error))
             self.leave(str(error))
         except engine.PolicyForbids as error:
             raise JobLost(f"{error}; a checkpoint of the last complete step is at {self._save()}") from None
@@ -306,6 +307,8 @@ class Survival:
         assert trainer is not None
         was_zero = change.before.slots[0] == self._runtime.slot
         self._follow()
+        if was_zero and not trainer.is_global_zero:
+            hand_over_rank_zero(trainer)
         if trainer.is_global_zero and not was_zero:
             # at once: Lightning's next look at a logger would begin its file anew
             take_over_rank_zero(trainer, self._loggers, running=self._events is not None)

@@ -103,10 +103,16 @@ class Transaction:
         """Called after every step, with the number of steps, and whether gradients are being gathered for later ones;
         not for steps that are done again.
         """
-        self.on_gradients: Callable[[], None] = lambda: None
-        """Called in every step once all gradients are synced, before hooks, clipping and the vote; in manual
-        optimization before the step begins. May change the layout, and the membership may interrupt it.
+        self.on_gradients: Callable[[Any], None] = lambda result: None
+        """Called in every step once all gradients are synced, before hooks, clipping and the vote, with what the last
+        micro-batch has returned; in manual optimization before the step begins, with None. May change the layout, and
+        the membership may interrupt it.
         """
+        self.on_micro_batch: Callable[[Any], None] = lambda result: None
+        """Called after a micro-batch that others of its step follow, with what it has returned."""
+        self.given: Callable[[bool], ClosureResult | None] = lambda last: None
+        """What to return in place of a micro-batch, given whether it is the last of its step; None to make it."""
+        self.before_manual_step: Callable[[], None] = lambda: None
         self._stepping = False
         self.lose_way: Callable[[str], None] = lambda why: None
         """Called when the steps so far cannot be done again."""
@@ -142,6 +148,10 @@ class Transaction:
     def snapshot(self) -> Snapshot:
         """The state as it is now, for whoever tries something out inside of a step."""
         return self._recorder.take()
+
+    def constant_buffers(self) -> frozenset[str]:
+        """Names of large buffers that no step has changed."""
+        return self._recorder.constant_buffers()
 
     def install(self) -> None:
         """Take over the steps of a fit."""
@@ -225,7 +235,8 @@ class Transaction:
         def once() -> T:
             self._swallowed = None
             if not self.redoing:
-                self.on_gradients()
+                self.before_manual_step()
+                self.on_gradients(None)
             output = run()
             if self._swallowed is not None:
                 raise self._swallowed  # the user's own `except` has caught it
@@ -285,12 +296,16 @@ class Transaction:
 
         def once() -> ClosureResult:
             nonlocal replaying
+            result = None
             if replaying:
                 window.restore(position)
+            else:
+                result = self.given(self._stepping)
             replaying = True
-            result = closure.rerun()
-            if self._stepping and not self.redoing:
-                self.on_gradients()
+            if result is None:
+                result = closure.rerun()
+            if not self.redoing:
+                (self.on_gradients if self._stepping else self.on_micro_batch)(result)
             return result
 
         result = self._until_done(window, once, position)

@@ -79,6 +79,14 @@ class Verification:
 
         return restore
 
+    def known(self) -> tuple[bool, int]:
+        """What all ranks have verified alike, for a newcomer."""
+        return self.due, self._compared
+
+    def know(self, known: tuple[bool, int]) -> None:
+        """In a newcomer: take over what :meth:`known` has said."""
+        self.due, self._compared = known
+
     def compare_copies(self, committed: int, collectively: Callable[[Callable[[], list[str]]], list[str]]) -> None:
         """Compare the bits of all copies, after the first steps. Collective over all members then; between steps.
 

@@ -120,7 +120,7 @@ def test_start_method_must_be_known() -> None:
 def test_incomplete_identity_is_refused_by_name() -> None:
     with pytest.raises(RuntimeError, match="LIGHTNING_NTP_SLOT, LIGHTNING_NTP_UID"):
         RankIdentity.from_environ({"LIGHTNING_NTP_STORE": "h:1"})
-    whole = RankIdentity(1, 2, "u", "j", "h", 5, Path("/d"))
+    whole = RankIdentity(1, 2, "u", "j", "h", 5, Path("/d"), joins=True)
     assert RankIdentity.from_environ(whole.to_environ()) == whole
     with pytest.raises(RuntimeError, match=r"LIGHTNING_NTP_SLOT=7 is not in 0\.\.1"):
         RankIdentity.from_environ({**whole.to_environ(), "LIGHTNING_NTP_SLOT": "7"})

@@ -55,6 +55,28 @@ def test_nothing_is_sent_to_nobody() -> None:
     assert ending.due(1e6) is None
 
 
+def test_newcomers_are_nobodys_business_until_they_have_joined() -> None:
+    ending = _ending(2)
+    ending.ended(1, 0, 0.0)  # it has died, and the others go on
+    ending.came(1)
+    ending.raised(0, 0.0)
+    assert ending.due(1e6) is None  # all members have raised
+    ending.came_to_nothing(1)
+    ending.came(1)
+    ending.joined(1)
+    assert ending.due(1e6) == signal.SIGTERM
+
+
+def test_newcomers_that_are_left_alone_are_made_to_go() -> None:
+    ending = _ending(1)
+    ending.came(1)
+    assert not ending.begun and ending.due(0.0) is None
+    ending.ended(0, 0, 10.0)
+    assert ending.begun
+    assert [ending.due(now) for now in (10.0, 14.9, 15.0, 20.0)] == [signal.SIGTERM, None, signal.SIGKILL, None]
+    assert not ending.forced
+
+
 def _report(slot: int, when: float, echo: bool = False) -> Report:
     return Report(slot, when, "ValueError: x", "ValueError|a.py:1", "Traceback ...\nValueError: x\n", echo)
 

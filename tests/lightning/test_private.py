@@ -25,7 +25,12 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+    _ResultMetric,
+    _Sync,
+)
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero
@@ -33,7 +38,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_ntp
-from lightning_ntp.lightning import private
+from lightning_ntp.lightning import metric_states, private, private_loops
 
 PACKAGE = Path(lightning_ntp.__file__).parent
 
@@ -316,6 +321,66 @@ def test_the_places_where_a_step_leaves_traces_are_where_we_look() -> None:
     assert {"_scale", "_growth_tracker", "_per_optimizer_states"} <= scaler.__dict__.keys()
 
 
+def test_loops_keep_where_they_are_in_trackers_and_plain_attributes() -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2, min_epochs=1)
+    trainer.fit_loop.epoch_loop.min_steps = 1
+    state = private_loops.where_loops_are(trainer)
+    assert [set(each) for each in state["progress"]] == [
+        {"epoch_progress"},
+        {"batch_progress", "scheduler_progress"},
+        {"optim_progress"},
+        {"optim_step_progress"},
+        {"batch_progress"},
+    ]
+    of_all = {"_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint"}
+    assert [set(each) - of_all for each in state["plain"]] == [
+        {"max_epochs", "min_epochs", "_last_train_dl_reload_epoch", "_restart_stage"},
+        {"max_steps", "min_steps", "_batches_that_stepped", "_skip_next_val", "_restart_stage"},
+        {"_skip_backward"},
+        set(),
+        {"_has_run", "_last_val_dl_reload_epoch", "_restart_stage"},
+    ]
+    assert all(of_all <= set(each) for each in state["plain"])
+    times = {"_last_val_time", "_train_start_time"}
+    assert set(private_loops._OF_TRAINER) - times <= vars(trainer).keys()
+    fit, evaluation = (importlib.import_module(f"lightning.pytorch.loops.{n}_loop") for n in ("fit", "evaluation"))
+    assert "trainer._last_val_time=trainer._train_start_time" in source(fit._FitLoop.setup_data)
+    assert "self.trainer._last_val_time=now" in source(evaluation._EvaluationLoop.on_run_end)
+
+
+def test_an_entry_of_what_is_logged_is_made_as_we_make_it() -> None:
+    code = source(_ResultCollection.log)
+    assert (
+        "meta.sync=_Sync(_should=sync_dist,fn=sync_dist_fn,_group=sync_dist_group,rank_zero_only=rank_zero_only)"
+        in code
+    )
+    assert "self[key]=metric" in code and "metric=_ResultMetric(meta,isinstance(value,Tensor))" in code
+    assert "sync_dist_fn=trainer.strategy.reduce" in source(pl.LightningModule.log)
+    taken = code[code.index("meta=_Metadata(") : code.index("meta.sync=")]
+    assert all(f"{name}=" in taken for name in parameters(_Metadata) if name != "_sync")
+    assert parameters(_Sync) == ["fn", "_should", "rank_zero_only", "_op", "_group"]
+    metric = _ResultMetric(_Metadata("training_step", "loss"), True)
+    assert set(private_loops._VALUES) <= vars(metric).keys()
+    assert vars(metric)["_defaults"].keys() == {"value", "cumulated_batch_size"}
+    assert "self.has_reset=True" in source(_ResultMetric.reset)
+    assert set(private_loops._CONNECTOR) <= vars(pl.Trainer(accelerator="cpu", logger=False)._logger_connector).keys()
+    # what is reduced at the end of an epoch: what was logged in it, in the order of the collection
+    assert "inself.items()ifnotv.has_resetand" in source(_ResultCollection.valid_items)
+
+
+def test_the_grad_scaler_makes_its_tensors_in_the_first_backward() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert vars(scaler)["_scale"] is None and vars(scaler)["_growth_tracker"] is None
+    scaler.scale(torch.ones(1))
+    assert float(vars(scaler)["_scale"]) == scaler.get_scale() and int(vars(scaler)["_growth_tracker"]) == 0
+
+
+def test_metrics_keep_their_counts_where_we_look() -> None:
+    metric = torchmetrics.MeanSquaredError()
+    assert {*metric_states._COUNTS, *metric_states._OF_METRICS - vars(torch.nn.Module()).keys()} <= vars(metric).keys()
+    assert set(metric_states._OF_COLLECTIONS) <= vars(torchmetrics.MetricCollection([metric])).keys()
+
+
 def test_the_mean_of_an_epoch_divides_by_the_reduced_number_of_samples() -> None:
     """The strategy's `reduce` gives the mean of whole numbers as a fraction and returns a new tensor."""
     code = source(_ResultMetric.compute)
@@ -389,6 +454,15 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_max_depth",
         "_summary",
     },
+    "private_loops.py": {
+        "_BaseProgress",
+        "_Metadata",
+        "_ResultMetric",
+        "_Sync",
+        "_logger_connector",
+        "_results",
+        "_seen_batches_per_dataloader",
+    },
     "strategy.py": {
         "_device_mesh",
         "_trainer",
@@ -398,10 +472,13 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
     "checkpoint.py": set(),
     "data.py": set(),
     "environment.py": set(),
+    "joined_state.py": set(),
     "mesh.py": set(),
     "metrics.py": set(),
     "model_plan.py": set(),
     "optimizers.py": set(),
+    "rebinding.py": set(),
+    "state_schema.py": set(),
 }
 """What each file touches."""
 

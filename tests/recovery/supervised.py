@@ -70,6 +70,7 @@ class SupervisingProcess:
         *arguments: Any,
         heartbeat: float | None = HEARTBEAT,
         timeout: float = 150.0,
+        **options: Any,
     ) -> Supervised:
         """Call ``function`` in every rank of a job, and wait until all have ended.
 
@@ -77,11 +78,12 @@ class SupervisingProcess:
             directory: For the job's output and results.
             heartbeat: The supervisor's, in seconds.
             timeout: Seconds; then the stacks of all ranks are taken and the job is killed.
+            options: More of the supervisor's.
         """
         directory.mkdir(parents=True, exist_ok=True)
         sock, began = self.start(), time.monotonic()
         sock.settimeout(timeout)
-        send(sock, (ranks, str(directory), heartbeat, function, arguments))
+        send(sock, (ranks, str(directory), heartbeat, function, arguments, options))
         try:
             answer = receive(sock)
         except (TimeoutError, EOFError) as error:
@@ -201,7 +203,9 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], directory: s
     part.rename(Path(directory, f"result-{slot()}"))
 
 
-def _supervise(ranks: int, directory: str, heartbeat: float | None, function: Any, arguments: Any) -> dict[str, Any]:
+def _supervise(
+    ranks: int, directory: str, heartbeat: float | None, function: Any, arguments: Any, options: dict[str, Any]
+) -> dict[str, Any]:
     from lightning_ntp.launch import Supervisor
     from lightning_ntp.launch.call import Call
     from lightning_ntp.launch.supervisor import RESULT_LOST
@@ -213,7 +217,9 @@ def _supervise(ranks: int, directory: str, heartbeat: float | None, function: An
     os.close(output)
     try:
         limit = None if heartbeat is None else timedelta(seconds=heartbeat)
-        supervisor = Supervisor(ranks, "fork", Call(_rank, (function, arguments, directory)), heartbeat=limit)
+        supervisor = Supervisor(
+            ranks, "fork", Call(_rank, (function, arguments, directory)), heartbeat=limit, **options
+        )
         outcome = supervisor.run()
         answer = {"code": outcome.exit_code, "cause": outcome.describe(), "codes": outcome.codes}
         if outcome.cause is not None and outcome.cause.signature == RESULT_LOST:

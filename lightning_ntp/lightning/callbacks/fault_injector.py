@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_ntp.engine import Change
 from lightning_ntp.launch import RankIdentity, is_rank
 from lightning_ntp.lightning.callbacks.fault_schedule import (
     AFTER_FIT,
@@ -66,6 +67,12 @@ class FaultInjector(Callback):
     Raises:
         ValueError: If a value is out of range.
     """
+
+    ntp_own_attributes = (
+        *("_slot", "_slots", "_waiting", "_over", "_slowing", "_draws", "_next_draw", "_drawn"),
+        *("_hooks", "_step_hooks", "_trainer", "_calls_left"),
+    )
+    """A rank that joins waits for the faults of its own slot."""
 
     def __init__(
         self,
@@ -178,6 +185,16 @@ class FaultInjector(Callback):
             self._hooks += [leaf.register_forward_hook(self._in_forward) for leaf in leaves]
             self._calls_left = (len(leaves) + 1) // 2
         self._reach("data")
+
+    def on_topology_change(self, change: Change) -> None:
+        """A rank that joins is not to suffer what has befallen the one before it."""
+        if self._trainer is None or self._slot in change.before.slots or self._slot not in change.after.slots:
+            return
+        now = self._trainer.global_step
+        self._waiting = [fault for fault in self._waiting if fault.step > now or fault.phase in AFTER_FIT]
+        while self._next_draw is not None and self._next_draw.step <= now:
+            self._drawn += 1
+            self._next_draw = next(self._draws)
 
     def _draw(self, step: int) -> None:
         """Take in the random faults up to ``step``."""

@@ -1,0 +1,203 @@
+"""What a fit needs so that ranks can join it, on both sides: batches, state, and what the strategy knows.
+
+:mod:`lightning_ntp.lightning.joining` says how it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_ntp import engine
+from lightning_ntp.comm import Interrupted, Runtime
+from lightning_ntp.lightning import private_fetching as fetching
+from lightning_ntp.lightning.batches import Batches
+from lightning_ntp.lightning.identity import describe_job
+from lightning_ntp.lightning.joined_state import JoinedState
+from lightning_ntp.lightning.joining import Captures, Fetched, Joining
+from lightning_ntp.lightning.newcomer import Newcomer, TooLate
+from lightning_ntp.lightning.shared_batches import SharedBatches
+from lightning_ntp.lightning.survival import Survival
+from lightning_ntp.lightning.told import Told
+from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.verification import Verification
+from lightning_ntp.lightning.whole_state import WholeState
+from lightning_ntp.parallel import ShardedModel
+
+
+class Arrivals:
+    """Lets ranks join a fit.
+
+    Args:
+        trainer: The trainer, its module and optimizers set up.
+        current: The rank's runtime.
+        survival: Recovers.
+        model: The cut model.
+        states: Gives the per-parameter states that move with the parameters.
+        batches: Of this fit.
+        first_steps: Its check of the first steps.
+        verification: Its verification.
+        whole: Has the registered states.
+        device: This rank's.
+        told: What the members have said of this fit.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        current: Runtime,
+        survival: Survival,
+        model: ShardedModel,
+        states: Callable[[], Any],
+        batches: Batches,
+        first_steps: engine.FirstStepCheck,
+        verification: Verification,
+        whole: WholeState,
+        device: torch.device,
+        told: Told,
+    ) -> None:
+        self._trainer, self._runtime, self._survival, self._batches = trainer, current, survival, batches
+        self._first_steps, self._verification = first_steps, verification
+        self._whole, self._device = whole, device
+        self._carried = JoinedState(trainer, device, whole.registered, survival.rows)
+        transaction = survival.transaction
+        assert transaction is not None
+        automatic = trainer.lightning_module.automatic_optimization
+        captures = Captures(
+            lambda: self._carried.schema(),
+            lambda result: self._carried.capture(result, transaction.constant_buffers()),
+            self._common,
+        )
+        self._loaders: SharedBatches | None = None
+        self.joining = Joining(
+            current, survival.engine, captures, automatic, lambda: transaction.redoing, self._can_fetch
+        )
+        self._newcomer: Newcomer | None = None
+        if current.joining:
+            self._newcomer = Newcomer(
+                current,
+                survival.engine,
+                model,
+                states,
+                self._carried,
+                self._take_common,
+                self._by_number,
+                automatic,
+                told,
+                lambda: describe_job(trainer, model),
+            )
+        fetching.patch_fetching(trainer, self.joining.epoch_begins, self._fetch)
+        self._connect(transaction, automatic)
+
+    def _connect(self, transaction: Transaction, automatic: bool) -> None:
+        transaction.on_micro_batch = self.joining.micro_batch_done
+        newcomer = self._newcomer
+        if newcomer is None:
+            return
+
+        def given(last: bool) -> Any:
+            return newcomer.micro_batch(last) if newcomer.joins else None
+
+        def arrive() -> None:
+            if newcomer.joins:
+                newcomer.arrive()
+
+        if automatic:
+            transaction.given = given
+        else:
+            transaction.before_manual_step = arrive
+
+    # ---- batches ----------------------------------------------------------------------------------------------
+
+    def _fetch(self, fetcher: Any) -> Any:
+        """The next training batch."""
+        number = fetching.batches_seen(self._trainer)
+        fetched = self._given(number) or self._own(fetcher, number)
+        self.joining.fetched(fetched)
+        if fetched.item is None:
+            fetcher.done = True
+            raise StopIteration
+        fetcher.done = fetched.done
+        return fetched.item
+
+    @staticmethod
+    def _own(fetcher: Any, number: int) -> Fetched:
+        try:
+            item = next(fetcher)
+        except StopIteration:
+            return Fetched(number, None, True)
+        return Fetched(number, item, fetcher.done)
+
+    def _given(self, number: int) -> Fetched | None:
+        """A batch that this rank does not get from its own loader."""
+        newcomer = self._newcomer
+        if newcomer is None:
+            return None
+        if newcomer.joins:
+            try:
+                return newcomer.first()
+            except TooLate:
+                raise fetching.leave_fit() from None
+        if self._runtime.slot not in self.joining.awaiting:
+            return None
+        batch_idx = self._trainer.fit_loop.batch_idx + 1
+        fetched = newcomer.handed(number, batch_idx, self.joining, self._recover)
+        fetched.done = fetched.done or batch_idx + 1 >= self._trainer.num_training_batches
+        return fetched
+
+    def _recover(self, error: Interrupted) -> None:
+        self._survival.agree(error)
+        self._survival.complete()
+
+    def _by_number(self, batch_idx: int) -> Any:
+        """This replica's batch of that number in the epoch, without its dataloader."""
+        fetching.set_sampler_epoch(self._trainer)
+        launched = self._runtime.launched
+        replica = launched.place(self._runtime.slot)[0]
+        found = self._shared().share(batch_idx, launched, replica)
+        if found is None:
+            raise RuntimeError(
+                f"nobody is left in replica {replica} whose dataloader is in position, and its batches cannot be"
+                " fetched by number: that takes a single DataLoader over a map-style dataset with the sampler that the"
+                " Trainer has put in"
+            )
+        return found[0]
+
+    def _can_fetch(self) -> bool:
+        return self._shared().possible
+
+    def _shared(self) -> SharedBatches:
+        loaders = self._trainer.train_dataloader
+        if self._loaders is None or self._loaders.source is not loaders:
+            self._loaders = SharedBatches(loaders)
+        return self._loaders
+
+    # ---- what all ranks have in common --------------------------------------------------------------------------
+
+    def _common(self) -> dict[str, Any]:
+        evaluation = self._survival.evaluation
+        assert evaluation is not None
+        return {
+            "operations": self._survival.operations.completed,
+            "loops": evaluation.begun,
+            "batches": self._batches.known(),
+            "first steps": self._first_steps.known(),
+            "verification": self._verification.known(),
+            "awaiting": sorted(self.joining.awaiting),
+            "validates": self._trainer.val_dataloaders is not None,
+        }
+
+    def _take_common(self, common: dict[str, Any], joined: Iterable[int]) -> None:
+        evaluation = self._survival.evaluation
+        assert evaluation is not None
+        if self._runtime.joining:
+            fetching.set_up_validation(self._trainer, common["validates"])
+        self._survival.operations.stand_at(common["operations"])
+        evaluation.begun = common["loops"]
+        self._batches.know(common["batches"], self._trainer)
+        self._first_steps.know(common["first steps"])
+        self._verification.know(common["verification"])
+        self.joining.awaiting = {*common["awaiting"], *joined}

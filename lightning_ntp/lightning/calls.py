@@ -1,0 +1,142 @@
+"""The trainer's calls of a script, numbered: a process that is started again passes over those that are over.
+
+A newcomer re-runs the script. A call that the members have finished returns at once what it returned there; in the one
+that is running it joins them, if that is a fit, and waits for its end otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerState
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_ntp.comm import runtime
+from lightning_ntp.launch import RankIdentity
+from lightning_ntp.lightning.private import is_tuner_exit
+
+log = logging.getLogger("lightning_ntp")
+
+_LARGEST = 1 << 20
+"""Bytes of a result that is kept; of a larger one a newcomer gets None."""
+_TICK = 0.05
+_PATIENCE = timedelta(seconds=30)
+_FIT = "_fit_impl"
+"""What ``Trainer.fit`` launches (2.6.6)."""
+
+_number = 0
+
+
+@dataclass
+class Record:
+    """What is left of a call.
+
+    Args:
+        result: What it has returned.
+        state: The trainer's.
+        metrics: ``trainer.callback_metrics``.
+        callbacks: State of those that have one.
+    """
+
+    result: Any
+    state: TrainerState
+    metrics: dict[str, Any]
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+def current() -> int:
+    """The number of the running call, or of the last one."""
+    return _number
+
+
+def key(number: int, what: str = "over") -> str:
+    """Where the members leave a note on a call."""
+    return f"call/{number}/{what}"
+
+
+def run(function: Callable[..., Any], call: Callable[[], Any], trainer: Trainer | None) -> Any:
+    """Run a call of the trainer in this rank; in a newcomer, pass over it if the others have finished it.
+
+    Args:
+        function: What Lightning calls.
+        call: Calls it.
+        trainer: The trainer.
+    """
+    global _number
+    _number += 1
+    number, identity = _number, RankIdentity.from_environ()
+    if _joins(identity):
+        found = _wait_for_turn(identity, number, function)
+        if found is not None:
+            return _pass_over(found, trainer)
+    try:
+        result = call()
+    except BaseException as error:
+        if is_tuner_exit(error) and _joins(identity) and (found := _find(identity, number)) is not None:
+            _pass_over(found, trainer)  # it came too late to join
+        raise
+    _leave_record(number, result, trainer)
+    return result
+
+
+def _joins(identity: RankIdentity) -> bool:
+    running = runtime.current()
+    return identity.joins if running is None else running.joining
+
+
+def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
+    running = runtime.current()
+    if running is None or running.joining or running.generation.rank or trainer is None:
+        return
+    callbacks = {}
+    for each in trainer.callbacks:  # type: ignore[attr-defined]
+        callbacks[each.state_key] = each.state_dict()
+    for kept in (result, None):
+        record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks)
+        try:
+            content = pickle.dumps(move_data_to_device(record.__dict__, "cpu"))
+        except Exception:  # a result may be anything
+            continue
+        if len(content) <= _LARGEST:
+            running.membership.post(key(number), content)
+            return
+    running.membership.post(key(number), pickle.dumps(Record(None, trainer.state, {}).__dict__))
+
+
+def _find(identity: RankIdentity, number: int) -> Record | None:
+    store = TCPStore(
+        identity.store_host, identity.store_port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
+    )
+    if not store.check([key(number)]):
+        return None
+    return Record(**pickle.loads(store.get(key(number))))  # from the job's own store
+
+
+def _wait_for_turn(identity: RankIdentity, number: int, function: Callable[..., Any]) -> Record | None:
+    """What is left of the call; None if it is a fit that may be running."""
+    found = _find(identity, number)
+    if found is not None or getattr(function, "__name__", "") == _FIT:
+        return found
+    log.info("slot %d waits for the end of the call that is running: ranks join only in a fit", identity.slot)
+    while found is None:
+        time.sleep(_TICK)
+        found = _find(identity, number)
+    return found
+
+
+def _pass_over(record: Record, trainer: Trainer | None) -> Any:
+    if trainer is not None:
+        trainer.state = record.state
+        trainer.callback_metrics.update(record.metrics)
+        for each in trainer.callbacks:  # type: ignore[attr-defined]
+            if each.state_key in record.callbacks:
+                each.load_state_dict(record.callbacks[each.state_key])
+    return record.result

@@ -1,0 +1,268 @@
+"""A rank that joins a running fit: the newcomer's side of :mod:`lightning_ntp.lightning.joining`.
+
+Until it is a member it is alone: its collectives have nobody else in them, and its trainer has set up as for a fresh
+fit. It stands at its first training batch when it says that it stands by. Whatever happens to the members meanwhile, an
+invitation that comes to nothing costs it nothing: it waits for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
+
+from lightning_ntp.comm import Interrupted, Runtime, runtime
+from lightning_ntp.engine import PlannedEntry, RecoveryEngine
+from lightning_ntp.launch import REFUSED, report_alone
+from lightning_ntp.lightning.identity import differences
+from lightning_ntp.lightning.joined_state import JoinedState
+from lightning_ntp.lightning.joining import Fetched, Handover, Invitation, Item, Joining, Keys, Outcome
+from lightning_ntp.lightning.state_schema import CannotJoin
+from lightning_ntp.lightning.told import Told
+from lightning_ntp.parallel import ShardedModel
+
+log = logging.getLogger("lightning_ntp")
+
+_TICK = 0.005
+"""Seconds between looks at the store, for what takes at least a step."""
+
+T = TypeVar("T")
+
+
+class TooLate(Exception):
+    """The fit was over before this rank could join it."""
+
+
+class Newcomer:
+    """Brings a rank into a running fit.
+
+    Args:
+        current: The rank's runtime.
+        engine: Of this rank.
+        model: The cut model.
+        states: Gives the per-parameter states that move with the parameters.
+        carried: Makes this rank's state that of its peer.
+        take_common: Takes over what the strategy has in common on all ranks, given who has joined meanwhile.
+        fetch: Fetches a batch of this replica by its number in the epoch; raises if that cannot be done.
+        automatic: Whether Lightning optimizes.
+        told: What the members have said of this fit.
+        described: What this rank runs.
+    """
+
+    def __init__(
+        self,
+        current: Runtime,
+        engine: RecoveryEngine,
+        model: ShardedModel,
+        states: Callable[[], Any],
+        carried: JoinedState,
+        take_common: Callable[[dict[str, Any], Iterable[int]], None],
+        fetch: Callable[[int], Any],
+        automatic: bool,
+        told: Told,
+        described: Callable[[], dict[str, str]],
+    ) -> None:
+        self._runtime, self._engine, self._model, self._states = current, engine, model, states
+        self._carried, self._take_common, self._fetch = carried, take_common, fetch
+        self._automatic, self._told, self._described = automatic, told, described
+        self._invitations = 0
+        self._stands_by = False
+        self._entry: PlannedEntry | None = None
+        self._outcome: Outcome | None = None
+        self._batches: deque[Handover] = deque()
+        self._results: deque[bytes] = deque()
+        self._fresh = False
+        self._joined: tuple[int, ...] = ()
+        self._skipped: set[str] = set()
+
+    # ---- at the first batch -----------------------------------------------------------------------------------
+
+    @property
+    def joins(self) -> bool:
+        """Whether this rank has not yet begun to work with the others."""
+        return self._runtime.joining
+
+    def first(self) -> Fetched:
+        """The next batch of the step in which this rank joins. Waits until it is a member.
+
+        Raises:
+            TooLate: If the fit is over first.
+        """
+        while self._outcome is None:
+            self._take_part(self._wait_for_invitation())
+        handover = self._batches.popleft()
+        self._become(handover.state)
+        self._take_common(handover.common, ())
+        fetched = handover.fetched
+        if self._fresh and fetched.item is not None:
+            # the giver's is another replica's
+            fetched = Fetched(fetched.number, (self._fetch(fetched.item[1]), *fetched.item[1:]), fetched.done)
+        return fetched
+
+    def _wait_for_invitation(self) -> Invitation:
+        if not self._stands_by:
+            self._check_job_is_ours()
+            self._stands_by = True
+            self._runtime.membership.stand_by()
+        self._invitations += 1
+        key = Keys.invited(self._runtime.uid, self._invitations)
+        while True:
+            found = self._runtime.membership.find(key)
+            if found is not None:
+                invitation: Invitation = pickle.loads(found)  # from the job's own store
+                return invitation
+            self._check_job()
+            time.sleep(_TICK)
+
+    def _take_part(self, invitation: Invitation) -> None:
+        """Become a member, unless the invitation comes to nothing."""
+        slot, name = self._runtime.slot, invitation.name
+        entry: PlannedEntry | None = None
+        try:
+            self._carried.make_states(self._given(invitation, "schema"))
+            entry = PlannedEntry(
+                self._runtime,
+                self._model,
+                self._states(),
+                invitation.before,
+                invitation.joins,
+                name,
+                invitation.number,
+            )
+            outcome: Outcome = pickle.loads(self._given(invitation, "outcome"))
+            numbers = range(outcome.count)
+            batches = [pickle.loads(self._given(invitation, f"batch/{number}")) for number in numbers]
+            results = [self._given(invitation, f"after/{number}") for number in numbers[:-1]] if self._automatic else []
+            entry.switch()
+        except Interrupted:
+            if entry is not None:
+                entry.drop()
+            return
+        except CannotJoin as error:
+            self.refuse(str(error))
+        report_alone(False)
+        self._entry, self._outcome, self._joined = entry, outcome, tuple(invitation.joins)
+        self._batches, self._results = deque(batches), deque([*results, outcome.state])
+        replica = self._runtime.launched.place(slot)[0]
+        self._fresh = replica not in invitation.before.live_replicas
+
+    def _given(self, invitation: Invitation, what: str) -> bytes:
+        """What the giver leaves.
+
+        Raises:
+            Interrupted: If the members have changed first.
+        """
+        membership = self._runtime.membership
+        key = Keys.given(invitation.name, self._runtime.slot, what)
+        while True:
+            found = membership.find(key)
+            if found is not None:
+                membership.remove(key)
+                return found
+            roster = membership.roster
+            if max(roster.change, roster.commit) > invitation.number:
+                raise Interrupted("the members have changed")
+            self._check_job()
+            time.sleep(_TICK)
+
+    def _check_job(self) -> None:
+        """Whether there is anything to wait for.
+
+        Raises:
+            TooLate: If the others have ended the fit.
+        """
+        if not self._runtime.membership.roster.members:
+            self.leave("the training was over before it could join")
+        if self._told.is_over():
+            raise TooLate
+
+    def _check_job_is_ours(self) -> None:
+        """Join nobody who runs something else."""
+        while (job := self._told.job()) is None:
+            self._check_job()
+            time.sleep(_TICK)
+        different = differences(self._described(), job)
+        if different:
+            self.refuse(f"it does not run what the job runs: {different}")
+
+    # ---- in the step ------------------------------------------------------------------------------------------
+
+    def micro_batch(self, last: bool) -> Any:
+        """In place of a micro-batch of the step in which this rank joins: what the giver's has returned."""
+        if last:
+            self.arrive()
+        return self._become(self._results.popleft())
+
+    def arrive(self) -> None:
+        """From here on this rank works with the others."""
+        assert self._entry is not None and self._outcome is not None
+        self._engine.arrive(self._entry, self._outcome.standing)
+        self._take_common(self._outcome.common, self._joined)
+        self._entry = None
+
+    def _become(self, state: bytes) -> Any:
+        try:
+            joined = self._carried.install(state, fresh_replica=self._fresh)
+        except CannotJoin as error:
+            self.refuse(str(error))
+        new = set(joined.skipped) - self._skipped
+        if new:
+            self._skipped |= new
+            log.warning("slot %d has joined without: %s", self._runtime.slot, "; ".join(sorted(new)))
+        return joined.result
+
+    # ---- the rest of the epoch ----------------------------------------------------------------------------------
+
+    def handed(
+        self,
+        number: int,
+        batch_idx: int,
+        joining: Joining,
+        recover: Callable[[Interrupted], None],
+    ) -> Fetched:
+        """The next batch, from the giver, or by its number if there is none.
+
+        Args:
+            number: Of the batch, counted through all epochs.
+            batch_idx: Its number in the epoch.
+            joining: Knows who gives.
+            recover: Called if the membership changes meanwhile.
+        """
+        membership = self._runtime.membership
+        while True:
+            if self._runtime.interrupted:
+                recover(Interrupted("a newcomer's wait for its batch was interrupted"))
+            topology, replica = self._engine.layout, self._runtime.generation.replica
+            if joining.giver(topology, replica) < 0:
+                return Fetched(number, (self._fetch(batch_idx), batch_idx, 0), False)
+            found = membership.find(Keys.batch(replica, number))
+            if found is not None:
+                fetched: Fetched = pickle.loads(found)  # from the job's own store
+                return fetched
+            time.sleep(_TICK / 5)
+
+    # ---- ends -------------------------------------------------------------------------------------------------
+
+    def refuse(self, why: str) -> NoReturn:
+        """This rank is no peer of the members: end, and say why. The job goes on without it."""
+        log.error("slot %d cannot join: %s", self._runtime.slot, why)
+        self._end(REFUSED, "cannot join")
+
+    def leave(self, why: str) -> NoReturn:
+        """End in good order."""
+        log.warning("slot %d: %s", self._runtime.slot, why)
+        self._end(0, why)
+
+    def _end(self, code: int, reason: str) -> NoReturn:
+        runtime.shutdown(reason)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+__all__ = ["Item", "Newcomer", "TooLate"]
