@@ -180,7 +180,7 @@ class Supervisor:
             self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir), self._newcomers
         )
         if self._heartbeat_limit is not None:
-            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job)
+            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job, self._newcomers)
         for slot in range(self.ranks):
             self._start(server, job_dir, slot)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,19 @@ class Outcome:
     state: bytes
     common: dict[str, Any]
     standing: dict[str, Any]
+
+
+@dataclass
+class Given:
+    """What a giver leaves.
+
+    Args:
+        content: What was asked for, by pickle.
+        failure: Why there is none.
+    """
+
+    content: bytes = b""
+    failure: str = ""
 
 
 class Keys:
@@ -216,8 +229,7 @@ class Joining:
         before = self._engine.layout
         planned = self._engine.plan_join(joins)
         self._count = 0
-        for slot in self._given_by_me():
-            membership.post(Keys.given(planned.name, slot, "schema"), self._captures.schema())
+        self._give(self._given_by_me(), "schema", self._captures.schema)
         if generation.rank == 0:
             content = pickle.dumps(Invitation(joins, planned.name, generation.number, before))
             for uid in joins.values():
@@ -230,20 +242,20 @@ class Joining:
         self._last = fetched
         planned = self._engine.planned
         if planned is not None and planned.joins:
-            mine = self._given_by_me()
-            if mine and fetched.item is not None:
-                content = pickle.dumps(Handover(fetched, self._captures.state(None), self._captures.common()))
-                for slot in mine:
-                    self._give(planned.name, slot, f"batch/{self._count}", content)
-            self._count += fetched.item is not None
+
+            def handover() -> bytes:
+                return pickle.dumps(Handover(fetched, self._captures.state(None), self._captures.common()))
+
+            if fetched.item is not None:
+                self._give(self._given_by_me(), f"batch/{self._count}", handover)
+                self._count += 1
         self.hand_again()
 
     def micro_batch_done(self, result: Any) -> None:
         """A micro-batch is done, and others of its step follow."""
         planned = self._engine.planned
         if planned is not None and planned.joins:
-            for slot in self._given_by_me():
-                self._give(planned.name, slot, f"after/{self._count - 1}", self._captures.state(result))
+            self._give(self._given_by_me(), f"after/{self._count - 1}", lambda: self._captures.state(result))
 
     def change(self, result: Any) -> None:
         """Let them in, if somebody was invited. Between the gradient sync of the step and its hooks.
@@ -257,12 +269,12 @@ class Joining:
         planned = self._engine.planned
         if planned is None or not planned.joins:
             return
-        mine = self._given_by_me()
-        if mine:
+
+        def outcome() -> bytes:
             state = self._captures.state(result) if self._automatic else b""
-            outcome = Outcome(self._count, state, self._captures.common(), self._engine.standing())
-            for slot in mine:
-                self._give(planned.name, slot, "outcome", pickle.dumps(outcome))
+            return pickle.dumps(Outcome(self._count, state, self._captures.common(), self._engine.standing()))
+
+        self._give(self._given_by_me(), "outcome", outcome)
         self._engine.switch()
         self.awaiting |= set(planned.joins)
 
@@ -306,5 +318,15 @@ class Joining:
             )
         return [slot for slot, giver in givers.items() if giver == self._runtime.slot]
 
-    def _give(self, change: str, slot: int, what: str, content: bytes) -> None:
-        self._runtime.membership.post(Keys.given(change, slot, what), content)
+    def _give(self, slots: Sequence[int], what: str, capture: Callable[[], bytes]) -> None:
+        """Leave something for newcomers of the planned change. A mistake in it is theirs to hear of, not the job's."""
+        if not slots:
+            return
+        try:
+            given = Given(capture())
+        except Exception as error:  # user code says what its state is
+            given = Given(failure=f"{type(error).__name__}: {error}")
+        planned = self._engine.planned
+        assert planned is not None
+        for slot in slots:
+            self._runtime.membership.post(Keys.given(planned.name, slot, what), pickle.dumps(given))

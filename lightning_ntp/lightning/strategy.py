@@ -679,7 +679,8 @@ class NTPStrategy(ParallelStrategy):
         assert self._told is not None
         sharded, trainer = self.sharded, self.lightning_module.trainer
         self._told.training_starts(lambda: describe_job(trainer, sharded))
-        progress.current().back_to(Tag.BETWEEN)
+        if self._runtime is not None and not self._runtime.joining:  # a newcomer still sets up
+            progress.current().back_to(Tag.BETWEEN)
 
     # ---- the step ---------------------------------------------------------------------------------------------
 
