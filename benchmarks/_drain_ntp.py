@@ -34,6 +34,8 @@ from lightning_ntp.launch import RankIdentity, is_rank
 
 DEGREES = (2, 2)
 COMPUTE_SECONDS = 0.4
+BACK_AFTER_SECONDS = 4.0
+"""The loss is some steps past then: a rank is ready for the next step but one."""
 
 
 class Model(LanguageModel):
@@ -103,7 +105,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=sum(DEGREES),
-        strategy=NTPStrategy(degrees=DEGREES, max_restarts=1, restart_backoff=0.01),
+        strategy=NTPStrategy(degrees=DEGREES, max_restarts=1, restart_backoff=BACK_AFTER_SECONDS),
         max_steps=steps,
         callbacks=[Recorder(directory, int(slot), int(step), dies=sys.argv[4] == "comes back")],
         default_root_dir=directory,

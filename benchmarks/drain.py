@@ -32,7 +32,7 @@ from _turns import Quartiles
 AIM = 1.10
 AT, AROUND = 12, 5
 """The step after which a slot is asked to leave, or dies, and neighbours on each side."""
-BACK, SET_UP = "comes back", 60
+BACK, SET_UP = "comes back", 40
 """A slot that was killed; how many steps it may take until it is ready, and what follows."""
 
 
