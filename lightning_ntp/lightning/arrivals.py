@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,8 +68,8 @@ class Arrivals:
         assert transaction is not None
         automatic = trainer.lightning_module.automatic_optimization
         captures = Captures(
-            lambda: self._carried.schema(),
-            lambda result: self._carried.capture(result, transaction.constant_buffers()),
+            lambda: self._alone(self._carried.schema),
+            lambda result: self._alone(lambda: self._carried.capture(result, transaction.constant_buffers())),
             self._common,
         )
         self._loaders: SharedBatches | None = None
@@ -109,6 +110,21 @@ class Arrivals:
             transaction.given = given
         else:
             transaction.before_manual_step = arrive
+
+    def _alone(self, capture: Callable[[], bytes]) -> bytes:
+        """Capture this rank's state. User code takes part in it, and the other ranks wait in nothing meanwhile."""
+        before, thread = self._runtime.may_start, threading.get_ident()
+
+        def refuse(group: str) -> None:
+            if threading.get_ident() == thread:
+                raise RuntimeError(f"a collective on {group} was called while one rank alone was asked for its state")
+            before(group)
+
+        self._runtime.may_start = refuse
+        try:
+            return capture()
+        finally:
+            self._runtime.may_start = before
 
     # ---- batches ----------------------------------------------------------------------------------------------
 

@@ -391,10 +391,10 @@ class NTPStrategy(ParallelStrategy):
             with_copies=self._with_copies,
             joins=identity.joins,
         )
-        self._told = Told(self._runtime, calls.current())
-        self.set_world_ranks()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._told = Told(self._runtime, calls.current(), trainer.state.fn == TrainerFn.FITTING)
+        self.set_world_ranks()
         self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
         self._runtime.repeat = self._collectives.run
         count_replicas_once()
@@ -577,6 +577,8 @@ class NTPStrategy(ParallelStrategy):
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
+        if self._arrivals is not None:
+            self._arrivals.joining.hand_again()
         self.set_world_ranks()
         for completed, path in self._removed if self.is_global_zero else ():
             if completed == self._survival.operations.completed:
