@@ -33,7 +33,7 @@ from lightning_ntp.plan.redundancy import keepers, plan_restore
 COST = 0.01
 """What the copies may cost, as a share of the steps."""
 _MARGIN = 0.75
-"""What of it is planned for: the next copy may cost more than the last, and its steps be shorter (both vary by 20 %)."""
+"""What of it is planned for: the next copy may cost more than the last, its steps be shorter (both vary by 20 %)."""
 LONGEST_INTERVAL = 200
 """Steps between copies at most: so many batches are kept, and so many steps are done again."""
 _CHUNK = 1 << 24

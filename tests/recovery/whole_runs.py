@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +68,32 @@ class Timed(Callback):
             timer = threading.Timer(seconds, befall, (self._kind,))
             timer.daemon = True
             timer.start()
+
+
+class Recoveries(Callback):
+    """Notes of every recovery how long it took, and how much of that since the last of its losses was known.
+
+    Survivors cannot go on without a rank that hangs, so if one is lost meanwhile, they wait until the other is found.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._file = Path(directory) / f"recoveries-{slot()}"
+
+    def on_topology_change(self, change: Any) -> None:
+        from lightning_ntp.comm import runtime
+
+        current, now = runtime.current(), time.monotonic()
+        if current is None or change.left:  # a planned leave is no recovery
+            return
+        known = [gone.at for gone in current.membership.roster.departures if gone.slot in change.lost]
+        whole = sum(change.seconds.values())
+        with open(self._file, "a") as file:
+            file.write(json.dumps((whole, min(whole, now - max(known, default=0.0)))) + "\n")
+
+
+def recoveries(directory: Path) -> list[tuple[float, float]]:
+    """What :class:`Recoveries` has noted, of all ranks."""
+    return [json.loads(line) for path in directory.glob("recoveries-*") for line in path.read_text().splitlines()]
 
 
 class Evaluated(Automatic):
@@ -141,6 +169,7 @@ def whole_script(script: Script, directory: str) -> dict[str, Any]:
             EarlyStopping("val_loss", patience=50),
             Timed(script.timed, kind),
             Places(script.deaths, kind),
+            Recoveries(directory),
             FaultInjector(
                 [{"kind": script.kind(s), "slot": s, "step": step, "phase": p} for s, step, p in script.faults]
             ),
