@@ -124,7 +124,10 @@ def judge(result: Result, script: Script, want: Found) -> tuple[str, float]:
         AssertionError: If it must not end so.
     """
     stuck = [o for o in result.outcomes if o.state == "running"]
-    assert not stuck, "\n".join(f"slot {o.slot} hangs:\n{o.stacks}\n{o.output[-1500:]}" for o in stuck)
+    assert not stuck, "\n".join(
+        f"slot {o.slot} {'hangs' if o in stuck else o.state}, {o.exit_code}\n{o.error}{o.stacks}\n{o.output[-1500:]}"
+        for o in (stuck + [o for o in result.outcomes if o not in stuck])
+    )
     gone = gone_of(result)
     raised = {o.slot: o.error for o in result.outcomes if o.state == "raised"}
     if isinstance(result, Supervised):
@@ -289,7 +292,7 @@ def main() -> int:
                 continue
             lines.append(line)
             if line.end == "WRONG":
-                print(f"seed {line.seed}: {line.script}\n{line.why[:4000]}\n", flush=True)
+                print(f"seed {line.seed}: {line.script}\n{line.why[:12000]}\n", flush=True)
             if sys.stderr.isatty() or len(lines) % 25 == 0:
                 print(f"{len(lines)} done, {sum(each.end == 'WRONG' for each in lines)} wrong", file=sys.stderr)
     processes = [line for line in map(command_line, sorted(session_processes())) if "resource_tracker" not in line]
