@@ -6,7 +6,7 @@ import csv
 import json
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -228,10 +228,16 @@ class Found:
         return {i: out for found in replicas.values() for i, out in found["predicted"].items()}
 
 
-def run_script(world: Worlds, script: Script, directory: Path) -> Result:
-    """Run a script in processes of its own. Nobody looks for hangs there: see :mod:`tests.recovery.supervised`."""
+def run_script(
+    world: Worlds, script: Script, directory: Path, ranks: Callable[..., dict[str, Any]] = whole_script
+) -> Result:
+    """Run a script in processes of its own. Nobody looks for hangs there: see :mod:`tests.recovery.supervised`.
+
+    Args:
+        ranks: What the ranks run.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    running = world(sum(script.degrees), fresh=True).start(whole_script, script, str(directory))
+    running = world(sum(script.degrees), fresh=True).start(ranks, script, str(directory))
     return Result(running.survive(100, _END_SECONDS), directory)
 
 
@@ -248,10 +254,16 @@ def undisturbed(world: Worlds, script: Script, directory: Path) -> Found:
     return _undisturbed[quiet]
 
 
-def survives(world: Worlds, script: Script, directory: Path, degrees: tuple[int, ...]) -> None:
+def survives(
+    world: Worlds,
+    script: Script,
+    directory: Path,
+    degrees: tuple[int, ...],
+    ranks: Callable[..., dict[str, Any]] = whole_script,
+) -> None:
     """Run a script with its faults and check that nobody can tell from its results."""
     want = undisturbed(world, script, directory)
-    result = run_script(world, script, directory / "disturbed")
+    result = run_script(world, script, directory / "disturbed", ranks)
     assert_left(result, script.victims, set())
     got = Found(result.survivors, result.directory)
     assert got.first["degrees"] == degrees
