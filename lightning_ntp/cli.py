@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 #: What the extra ``cli`` brings: ``jsonargparse[signatures]``, whose extra brings the latter two.
 CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 
+_ABOUT = {
+    "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
+    "epilog": "Besides these, `lightning-ntp plan` prints what the loss of a rank would cost, and starts nothing;"
+    " `lightning-ntp drain SLOT` lets a rank of a running job leave, `lightning-ntp restart SLOT` starts one that is"
+    " gone again. Each has a --help of its own.",
+}
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line ``args`` (default: the process's arguments).
@@ -80,7 +87,7 @@ def build(args: Sequence[str] | None = None, run: bool = True) -> "LightningCLI"
             subclass_mode_data=True,
             # A second run in the same directory is ordinary here (ranks re-run the command, runs are resumed).
             save_config_kwargs={"overwrite": True},
-            parser_kwargs={"version": f"lightning-ntp {version('lightning-ntp')}"} if run else {},
+            parser_kwargs={"version": f"lightning-ntp {version('lightning-ntp')}", **_ABOUT} if run else {},
             args=list(args) if args is not None else None,
             run=run,
         )

@@ -35,8 +35,8 @@ def main(args: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ntp restart",
-        description="Start a rank of a running job on this machine again, after its device was repaired, say: whether"
-        " it died or was drained, and whatever max_restarts and may_restart say. It joins the others while they train.",
+        description="Start a rank of a running job on this machine again, whether it has died or was drained: once its"
+        " device is repaired, say. It joins the others while they train. max_restarts and may_restart are not asked.",
     )
     add_arguments(parser, "started")
     return parser

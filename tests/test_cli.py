@@ -65,6 +65,18 @@ def test_the_example_configuration_is_valid_and_asks_for_degrees_four_and_three(
     assert printed["trainer"]["devices"] == 7
 
 
+def test_the_help_names_the_commands_that_are_not_lightnings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    whole = " ".join(capsys.readouterr().out.split())
+    for command in ("plan", "drain", "restart"):
+        assert f"`lightning-ntp {command}" in whole
+        with pytest.raises(SystemExit) as done:
+            cli.main([command, "--help"])
+        assert done.value.code == 0
+        assert f"usage: lightning-ntp {command}" in capsys.readouterr().out
+
+
 def test_without_jsonargparse_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "jsonargparse" else object())
     with pytest.raises(SystemExit, match=r"needs jsonargparse, .*pip install \"lightning-ntp\[cli\]\""):

@@ -90,7 +90,7 @@ class EventLog:
                 )
 
     def write_change(self, change: Change) -> None:
-        """Append the events of a membership change that is complete: deaths, phases and the change itself.
+        """Append the events of a membership change that is complete: who went and came, phases and the change itself.
 
         Phases are taken to have followed each other without a gap, the last one ending now; ``monotonic`` is their end.
         """
@@ -100,6 +100,8 @@ class EventLog:
         for slot in change.lost:
             gone = {"reason": change.left} if change.left else {}
             self.write("leave" if change.left else "death", slot=slot, step=step, monotonic=at, **gone)
+        for slot in change.joined:
+            self.write("join", slot=slot, step=step, monotonic=at)
         for name, seconds in phases:
             at += seconds
             details: dict[str, Any] = {"seconds": round(seconds, 6)}
@@ -111,7 +113,7 @@ class EventLog:
             step=step,
             monotonic=ended,
             lost=list(change.lost),
-            joined=_joined(change),
+            joined=list(change.joined),
             degrees_before=list(change.before.degrees),
             degrees_after=list(change.after.degrees),
             world_size=change.after.world_size,
@@ -164,8 +166,8 @@ def describe(change: Change, goes_on: str = "") -> str:
         parts.append(f"{name_slots(change.lost)} left ({change.left})")
     elif change.lost:
         parts.append(f"{name_slots(change.lost)} lost")
-    if joined := _joined(change):
-        parts.append(f"{name_slots(joined)} joined")
+    if change.joined:
+        parts.append(f"{name_slots(change.joined)} joined")
     head = " and ".join(parts) or "all members live, new groups"
     degrees = f"degrees {show_degrees(change.before)} -> {show_degrees(change.after)}"
     if change.before.degrees == change.after.degrees:
@@ -189,10 +191,6 @@ def describe(change: Change, goes_on: str = "") -> str:
     step = f"step {change.step + change.gone_back}"
     lines.append(f"no step was held up: {step}" if change.planned else f"{goes_on or step} goes on")
     return "; ".join(lines)
-
-
-def _joined(change: Change) -> list[int]:
-    return sorted(set(change.after.slots) - set(change.before.slots))
 
 
 def _milliseconds(seconds: float) -> str:

@@ -70,6 +70,11 @@ class Change:
     left: str = ""
     planned: bool = False
 
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The slots that have come."""
+        return tuple(slot for slot in self.after.slots if slot not in self.before.slots)
+
 
 class Released(Exception):
     """The policy drops this rank's replica: the rank leaves the job, healthy as it is."""

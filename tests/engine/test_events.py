@@ -82,6 +82,22 @@ def test_a_change_is_written_as_its_events_in_order(tmp_path: Path) -> None:
     assert whole["seconds"] == PHASES
 
 
+def test_an_arrival_is_one_line_and_two_events(tmp_path: Path) -> None:
+    full = Topology.start((4, 4))
+    seconds = {"prepare": 0.058, "travel": 0.074, "wait": 0.0001, "switch": 0.029}
+    arrival = Change(full.lose([7])[0], full, (), 17, 557_568, (3, 4), seconds, planned=True)
+    assert describe(arrival) == (
+        "slot 7 joined: degrees (4, 3) -> (4, 4), 8 ranks; 544.5 KiB moved from slots 3, 4;"
+        " 161 ms (prepare 58 ms, travel 74 ms, wait 0.1 ms, switch 29 ms); no step was held up: step 17"
+    )
+    log = EventLog(tmp_path / "events.jsonl", 0, lambda: True)
+    log.write_change(arrival)
+    join, whole = read_events(log.path)
+    assert (join["event"], join["slot"], join["step"]) == ("join", 7, 17)
+    assert (whole["event"], whole["lost"], whole["joined"], whole["degrees_after"]) == ("change", [], [7], [4, 4])
+    assert whole["seconds"] == seconds and join["monotonic"] == whole["monotonic"]
+
+
 def test_wall_and_monotonic_clock_name_the_same_moment(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl", 3, lambda: True)
     log.write("agreement", monotonic=time.monotonic() - 60)
@@ -150,7 +166,8 @@ def test_the_documentation_names_every_field_and_event() -> None:
     from lightning_ntp.engine.events import PHASES as EVENTS
 
     text = (Path(__file__).parents[2] / "docs" / "events.md").read_text()
-    for name in (*EVENTS.values(), "death", "change", "time", "monotonic", "slot", "step", "degrees_after", "sources"):
+    fields = ("time", "monotonic", "slot", "step", "degrees_after", "sources")
+    for name in (*EVENTS.values(), "death", "leave", "join", "change", *fields):
         assert f"`{name}`" in text, name
     assert describe(change()).partition(";")[0] in text.replace("\n", " ")
 
