@@ -89,6 +89,7 @@ class Arrivals:
                 automatic,
                 told,
                 lambda: describe_job(trainer, model),
+                lambda replica: fetching.set_replica(trainer, replica),
             )
         fetching.patch_fetching(trainer, self.joining.epoch_begins, self._fetch)
         self._connect(transaction, automatic)
@@ -171,9 +172,9 @@ class Arrivals:
     def _by_number(self, batch_idx: int) -> Any:
         """This replica's batch of that number in the epoch, without its dataloader."""
         fetching.set_sampler_epoch(self._trainer)
-        launched = self._runtime.launched
-        replica = launched.place(self._runtime.slot)[0]
-        found = self._shared().share(batch_idx, launched, replica)
+        assert self._newcomer is not None
+        replica = self._newcomer.replica
+        found = self._shared().share(batch_idx, self._runtime.launched, replica)
         if found is None:
             raise RuntimeError(
                 f"nobody is left in replica {replica} whose dataloader is in position, and its batches cannot be"

@@ -51,6 +51,7 @@ class Newcomer:
         automatic: Whether Lightning optimizes.
         told: What the members have said of this fit.
         described: What this rank runs.
+        go_home: Called with the replica to which this rank belongs from now on.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class Newcomer:
         automatic: bool,
         told: Told,
         described: Callable[[], dict[str, str]],
+        go_home: Callable[[int], None],
     ) -> None:
         self._runtime, self._engine, self._model, self._states = current, engine, model, states
         self._carried, self._take_common, self._fetch = carried, take_common, fetch
-        self._automatic, self._told, self._described = automatic, told, described
+        self._automatic, self._told, self._described, self._go_home = automatic, told, described, go_home
         self._invitations = 0
         self._stands_by = False
         self._entry: PlannedEntry | None = None
@@ -76,6 +78,8 @@ class Newcomer:
         self._batches: deque[Handover] = deque()
         self._results: deque[bytes] = deque()
         self._fresh = False
+        self.replica = -1
+        """Where this rank works, once it is invited."""
         self._joined: tuple[int, ...] = ()
         self._skipped: set[str] = set()
 
@@ -147,10 +151,12 @@ class Newcomer:
         except CannotJoin as error:
             self.refuse(str(error))
         report_alone(False)
-        self._entry, self._outcome, self._joined = entry, outcome, tuple(invitation.joins)
+        self._entry, self._outcome = entry, outcome
+        self._joined = tuple(join.slot for join in invitation.joins)
         self._batches, self._results = deque(batches), deque([*results, outcome.state])
-        replica = self._runtime.launched.place(slot)[0]
-        self._fresh = replica not in invitation.before.live_replicas
+        self.replica = next(join.replica for join in invitation.joins if join.slot == slot)
+        self._fresh = self.replica not in invitation.before.live_replicas
+        self._go_home(self.replica)
 
     def _given(self, invitation: Invitation, what: str) -> bytes:
         """What the giver leaves.

@@ -7,10 +7,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from lightning.pytorch import Trainer
 
 from lightning_ntp import NTPStrategy
 from lightning_ntp.launch import Supervisor
 from lightning_ntp.lightning.launcher import NTPLauncher
+from lightning_ntp.plan import TopologyError
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3", None])
@@ -40,3 +42,23 @@ def test_settings_reach_the_supervisor_and_a_lambda_need_not_travel_to_spawned_r
     assert (told["max_restarts"], told["restart_backoff"]) == (3, timedelta(seconds=2))
     assert told["may_restart"](0) and not told["may_restart"](1)
     assert isinstance(pickle.loads(pickle.dumps(strategy)), NTPStrategy)
+
+
+@pytest.mark.parametrize("spares", [-1, True, 1.5, "1"])
+def test_wrong_numbers_of_spares_are_refused(spares: Any) -> None:
+    with pytest.raises(ValueError, match=f"spares={spares!r} must be a whole number"):
+        NTPStrategy(spares=spares)
+
+
+def test_a_spare_needs_a_device_of_its_own() -> None:
+    with pytest.raises(
+        TopologyError, match=r"degrees=\(2, 2\) need 4 devices but there are 3 .*Trainer\(devices=4\), spares"
+    ):
+        Trainer(accelerator="cpu", devices=4, strategy=NTPStrategy(degrees=(2, 2), spares=1))
+    with pytest.raises(TopologyError, match="each spare needs a device of its own"):
+        Trainer(accelerator="cpu", devices=1, strategy=NTPStrategy(spares=1))
+
+
+def test_spares_wait_beside_those_that_train() -> None:
+    trainer = Trainer(accelerator="cpu", devices=5, strategy=NTPStrategy(degrees=(2, 2), spares=1))
+    assert (trainer.strategy.degrees, trainer.strategy.num_processes, trainer.world_size) == ((2, 2), 5, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ntp.plan import Entry, Roster, Topology
+from lightning_ntp.plan import Entry, Join, Roster, Topology
 from lightning_ntp.plan.membership import fold
 
 START = Topology.start((3, 2))
@@ -28,7 +28,7 @@ entries = st.one_of(
     st.builds(lambda r: Entry("commit", 0, "u0", round=r), st.integers(0, 12)),
     st.builds(lambda s, r: Entry("switch", s, uid(s), "asked to", round=r), st.integers(0, 5), st.integers(-1, 12)),
     st.builds(
-        lambda slots, n, r: Entry("switch", round=r, joins=tuple((s, f"new{s}.{n}") for s in sorted(slots))),
+        lambda slots, n, r: Entry("switch", round=r, joins=tuple(Join(s, f"new{s}.{n}", s % 2) for s in sorted(slots))),
         st.sets(st.integers(0, 5), min_size=1, max_size=2),
         st.integers(0, 1),
         st.integers(-1, 12),
@@ -95,7 +95,7 @@ def test_admission_interrupts_nobody() -> None:
 def test_newcomers_join_a_settled_generation_all_together_or_not_at_all() -> None:
     log = [Entry("commit", round=0), dead(2), dead(3), Entry("commit", round=3)]
     log += [Entry("standby", 2, "two"), Entry("standby", 3, "three")]
-    joins = Entry("switch", round=4, joins=((2, "two"), (3, "three")))
+    joins = Entry("switch", round=4, joins=(Join(2, "two", 0), Join(3, "three", 1)))
     roster = fold(START, [*log, joins])
     assert roster.settled and not roster.interrupted and roster.commit == 7 and roster.topology.degrees == (3, 2)
     assert (roster.members[2], roster.members[3], roster.standby) == ("two", "three", {})
