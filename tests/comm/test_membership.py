@@ -435,3 +435,31 @@ def test_a_message_that_its_receiver_dies_of_holds_nobody_up(world: Callable[...
     for held, (recovery, end) in survivors(world, 3, lose_a_peer_in_the_middle_of_a_message, 50_000_000, lost={2}):
         assert recovery < 10 and end < 10, (recovery, end)
         assert held[1] <= held[0], f"threads of the next generation stay too: {held}"
+
+
+def send_and_receive(elements: int) -> Any:
+    """Slot 2 dies in the middle of a message to slot 0 and of one from slot 1. Then one comes late."""
+    current, message = start((2, 1)), torch.ones(elements)
+    use_every_group(current)
+    began = time.monotonic()
+    if current.slot == 2:
+        threading.Timer(0.02, die).start()
+        for work in (dist.isend(message, 0), dist.irecv(torch.empty(elements), 1)):
+            assert work is not None
+            work.wait()
+        time.sleep(60)
+    try:
+        dist.recv(message, 2) if current.slot == 0 else dist.send(message, 2)
+    except Interrupted:
+        current.recover({})
+    seconds = time.monotonic() - began
+    if current.slot == 1:
+        time.sleep(3.0)  # longer than connecting may take
+    late = torch.full((3,), float(current.slot))
+    dist.recv(late, 1) if current.slot == 0 else dist.send(late, 0)
+    return seconds, late.tolist()
+
+
+def test_messages_are_interrupted_in_the_middle_and_may_come_late(world: Callable[..., World]) -> None:
+    for seconds, late in survivors(world, 3, send_and_receive, 50_000_000, lost={2}):
+        assert seconds < 5 and late == [1.0] * 3, (seconds, late)
