@@ -235,7 +235,7 @@ class Generation:
         return "gloo" if name == COPIES else self._backend
 
     def _wrap(self, group: dist.ProcessGroup, description: str, name: str) -> InterruptibleGroup:
-        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)))
+        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)), self._timeout)
 
     def _show(self, group: InterruptibleGroup, name: str) -> InterruptibleGroup:
         """Let the supervisor see what this rank enters on a group."""
