@@ -1,12 +1,14 @@
-"""A rank of the drain benchmark: ``_drain_ntp.py DIRECTORY STEPS SLOT:STEP planned|blocking``.
+"""A rank of the drain benchmark: ``_drain_ntp.py DIRECTORY STEPS SLOT:STEP planned|blocking|comes back``.
 
 Every step waits a fixed time in its forward, as if a device computed, so that a core is left for what goes on beside.
+A slot that comes back is killed after the step, started again, and joins when it is ready.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -28,9 +30,12 @@ from lightning_ntp import NTPStrategy
 from lightning_ntp.comm import runtime
 from lightning_ntp.engine import Change
 from lightning_ntp.engine.planned import PlannedChange
+from lightning_ntp.launch import RankIdentity, is_rank
 
 DEGREES = (2, 2)
 COMPUTE_SECONDS = 0.4
+BACK_AFTER_SECONDS = 4.0
+"""The loss is some steps past then: a rank is ready for the next step but one."""
 
 
 class Model(LanguageModel):
@@ -48,10 +53,15 @@ class Recorder(pl.Callback):
     Args:
         directory: For the marks.
         slot, step: Who is to leave, after how many steps.
+        dies: Whether it dies instead, the first time.
     """
 
-    def __init__(self, directory: Path, slot: int, step: int) -> None:
+    ntp_own_attributes = ("_marks", "_dies")
+
+    def __init__(self, directory: Path, slot: int, step: int, dies: bool) -> None:
         self._directory, self._leaver, self._step = directory, slot, step
+        self._comes_back = dies
+        self._dies = dies and not RankIdentity.from_environ().joins if is_rank() else dies
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         current = runtime.current()
@@ -61,11 +71,14 @@ class Recorder(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._marks.write("step", step=trainer.global_step)
-        if trainer.global_step == self._step and trainer.is_global_zero:
+        if self._dies and trainer.global_step == self._step and trainer.strategy.slot == self._leaver:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._comes_back and trainer.global_step == self._step and trainer.is_global_zero:
             trainer.strategy.drain(self._leaver, "benchmark")  # type: ignore[attr-defined]
 
     def on_topology_change(self, change: Change) -> None:
-        self._marks.write("change", step=change.step, seconds=change.seconds, bytes=change.moved_bytes)
+        joined = len(change.after.slots) > len(change.before.slots)
+        self._marks.write("change", step=change.step, seconds=change.seconds, bytes=change.moved_bytes, joined=joined)
 
 
 def block() -> None:
@@ -92,9 +105,9 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=sum(DEGREES),
-        strategy=NTPStrategy(degrees=DEGREES),
+        strategy=NTPStrategy(degrees=DEGREES, max_restarts=1, restart_backoff=BACK_AFTER_SECONDS),
         max_steps=steps,
-        callbacks=[Recorder(directory, int(slot), int(step))],
+        callbacks=[Recorder(directory, int(slot), int(step), dies=sys.argv[4] == "comes back")],
         default_root_dir=directory,
         logger=False,
         enable_checkpointing=False,

@@ -43,6 +43,12 @@ def bounds(tensors: list[CutTensor], full_degree: int) -> Bounds:
     return Bounds(share, (2 - 1 / (full_degree - 1)) * share)
 
 
+def shard_bytes(tensors: list[CutTensor], degree: int) -> float:
+    """What a rank of a replica of ``degree`` holds, if everything that is cut is cut evenly."""
+    whole = sum(t.bytes for t in tensors if t.sharding.replicated)
+    return whole + sum(t.bytes for t in tensors if not t.sharding.replicated) / degree
+
+
 def planned(tensors: list[CutTensor], degree: int) -> tuple[list[float], list[float]]:
     """Bytes over the bound of two replicas of ``degree``: for every first loss, every later one at another index."""
     least, start = bounds(tensors, degree), Topology.start([degree, degree])

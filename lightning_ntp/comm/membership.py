@@ -232,7 +232,7 @@ class Membership:
         Raises:
             JobLost: If a member does not come in time.
         """
-        before, joins = change.round, dict(change.joins)
+        before, joins = change.round, change.joins
         with self._lock:
             count = self._guard.call(self._store.add, f"switch/{name}", 1)
         if count >= len(self.roster.members) + len(joins):
@@ -248,7 +248,7 @@ class Membership:
             roster = self.roster
         if roster.commit <= before:
             return None
-        here = all(roster.members.get(slot) == uid for slot, uid in joins.items())
+        here = all(roster.members.get(join.slot) == join.uid for join in joins)
         return roster if here and change.slot not in roster.members else None
 
     # ---- joining ----------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.environment import JOB_DIR, UID
 from lightning_ntp.launch.obituary import expect_deaths
-from lightning_ntp.plan import Entry, Roster, Topology
+from lightning_ntp.plan import Entry, Join, Roster, Topology
 from lightning_ntp.plan.membership import Departure
 
 _LAST_SECONDS = 30.0
@@ -82,7 +82,7 @@ class Preparation:
         slots: Sequence[int],
         life: Life,
         work: Callable[[dist.ProcessGroup], None],
-        joins: Mapping[int, str],
+        joins: Sequence[Join],
     ) -> None:
         self.joins = joins
         self._runtime, self.name, self._after, self._work = runtime, name, after, work
@@ -358,7 +358,7 @@ class Runtime:
     # ---- planned changes --------------------------------------------------------------------------------------
 
     def prepare(
-        self, after: Topology, work: Callable[[dist.ProcessGroup], None], joins: Mapping[int, str] | None = None
+        self, after: Topology, work: Callable[[dist.ProcessGroup], None], joins: Sequence[Join] = ()
     ) -> Preparation:
         """Begin to build the generation of ``after`` beside the present one, which goes on. All members call it alike,
         and who joins calls :meth:`prepare_to_join`.
@@ -367,14 +367,14 @@ class Runtime:
             after: The topology to come.
             work: Called in a thread beside the training with a group, which nobody else uses, of all who are members
                 now or then.
-            joins: Slots that join, and the uids of their processes.
+            joins: Who joins.
         """
         present = self.generation
         # one that was dropped has left its addresses in the store
         present.preparations += 1
         name = f"{present.name}.planned.{present.preparations}"
         slots = sorted({*present.topology.slots, *after.slots})
-        return Preparation(self, name, after, slots, present.life, work, joins or {})
+        return Preparation(self, name, after, slots, present.life, work, joins)
 
     def prepare_to_join(
         self, name: str, number: int, before: Topology, after: Topology, work: Callable[[dist.ProcessGroup], None]
@@ -390,7 +390,7 @@ class Runtime:
         """
         life = Life(number, self.membership.explain)
         self.membership.watch(life)
-        return Preparation(self, name, after, sorted({*before.slots, *after.slots}), life, work, {})
+        return Preparation(self, name, after, sorted({*before.slots, *after.slots}), life, work, ())
 
     def let_go(self, prepared: Preparation) -> None:
         """Drop what :meth:`prepare` has built and nobody has taken."""
@@ -430,9 +430,9 @@ class Runtime:
 
     def _begin_alone(self) -> None:
         """A newcomer is alone until it is a member: its collectives have nobody else in them."""
-        others = [slot for slot in self.launched.slots if slot != self.slot]
-        topology = self.launched.lose(others)[0] if others else self.launched
-        generation = self._generation(f"alone.{self.uid}", topology, 0)
+        launched = self.launched
+        home = launched.place(self.slot)[0] if self.slot in launched.slots else 0  # a spare has none yet
+        generation = self._generation(f"alone.{self.uid}", launched.alone(self.slot, home), 0)
         generation.connect()
         generation.install()
         self._current = generation

@@ -12,7 +12,7 @@ it like everybody else.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_ntp.comm import Interrupted, Resharding, Runtime, ShardedState
 from lightning_ntp.engine.consistency import all_equal
 from lightning_ntp.parallel import ShardedModel
-from lightning_ntp.plan import Entry, Roster, Topology
+from lightning_ntp.plan import Entry, Join, Roster, Topology
 
 
 class PlannedChange:
@@ -32,7 +32,7 @@ class PlannedChange:
         states: Gives the per-parameter states that move with the parameters.
         before: The topology the shards are cut for.
         leaver: The slot that leaves; -1 if none does.
-        joins: Slots that join, and the uids of their processes.
+        joins: Who joins.
         reason: Why somebody leaves, for people.
     """
 
@@ -43,14 +43,11 @@ class PlannedChange:
         states: Callable[[], Iterable[ShardedState]],
         before: Topology,
         leaver: int = -1,
-        joins: Mapping[int, str] | None = None,
+        joins: Sequence[Join] = (),
         reason: str = "",
     ) -> None:
-        self._runtime, self.before, self.leaver, self.joins, self.reason = runtime, before, leaver, joins or {}, reason
-        if self.joins:
-            self.after = before.grow(self.joins, runtime.launched)
-        else:
-            self.after = before.lose([leaver])[0]
+        self._runtime, self.before, self.leaver, self.joins, self.reason = runtime, before, leaver, joins, reason
+        self.after = grown(before, joins) if joins else before.lose([leaver])[0]
         self._resharding = Resharding(model, states(), before, self.after, gone=())
         self.moved, self.sources = self._resharding.bytes_moved(), self._resharding.sources()
         self.seconds: dict[str, float] = {}
@@ -79,7 +76,7 @@ class PlannedChange:
             self._resharding.travel_gradients(self._preparation.group, slots, self._runtime.slot)
         uid = self._runtime.membership.roster.members.get(self.leaver, "")
         number = self._runtime.generation.number
-        change = Entry("switch", self.leaver, uid, self.reason, round=number, joins=tuple(self.joins.items()))
+        change = Entry("switch", self.leaver, uid, self.reason, round=number, joins=tuple(self.joins))
         roster = self._runtime.switch(self._preparation, change)
         if roster is None:
             raise Interrupted("a planned change was interrupted: the membership has changed")
@@ -110,7 +107,7 @@ class PlannedEntry:
         model: The model, cut in whatever way: all of it will be replaced.
         states: The per-parameter states that move with the parameters, with tensors of any content.
         before: The members' topology.
-        joins: Who joins, this rank among them, and the uids of their processes.
+        joins: Who joins, this rank among them.
         name: Of the members' planned change.
         number: Of their present generation.
     """
@@ -121,12 +118,12 @@ class PlannedEntry:
         model: ShardedModel,
         states: Iterable[ShardedState],
         before: Topology,
-        joins: Mapping[int, str],
+        joins: Sequence[Join],
         name: str,
         number: int,
     ) -> None:
         self._runtime, self._joins, self._number, self.before = runtime, joins, number, before
-        self.after = before.grow(joins, runtime.launched)
+        self.after = grown(before, joins)
         self._resharding = Resharding(model, states, before, self.after, gone=())
         self.moved, self.sources = self._resharding.bytes_moved(), self._resharding.sources()
         self._roster: Roster | None = None
@@ -142,7 +139,7 @@ class PlannedEntry:
         slots = sorted({*self.before.slots, *self.after.slots})
         with torch.no_grad():
             self._resharding.travel_gradients(self._preparation.group, slots, self._runtime.slot)
-        change = Entry("switch", round=self._number, joins=tuple(self._joins.items()))
+        change = Entry("switch", round=self._number, joins=tuple(self._joins))
         self._roster = self._runtime.switch(self._preparation, change)
         if self._roster is None:
             raise Interrupted("the membership has changed before this rank could join")
@@ -160,6 +157,11 @@ class PlannedEntry:
 
     def _travel(self, group: dist.ProcessGroup) -> None:
         _travel(self._runtime, self._resharding, group, self.before, self.after)
+
+
+def grown(topology: Topology, joins: Iterable[Join]) -> Topology:
+    """The topology with newcomers."""
+    return topology.grow({join.slot: join.replica for join in joins})
 
 
 def _travel(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_ntp.comm import (
 from lightning_ntp.engine.consistency import all_equal
 from lightning_ntp.engine.planned import PlannedChange, PlannedEntry
 from lightning_ntp.parallel import ShardedModel
-from lightning_ntp.plan import Topology, TopologyError
+from lightning_ntp.plan import Join, Topology, TopologyError
 from lightning_ntp.plan.policy import Action, Decision, RecoveryPolicy, decide
 
 _MAX_RETRIES = 3
@@ -178,11 +178,11 @@ class RecoveryEngine:
         """Begin to prepare for the leave of a slot, beside the next step. All members call it at the same step."""
         self._plan(leaver=slot, reason=reason)
 
-    def plan_join(self, joins: Mapping[int, str]) -> PlannedChange:
+    def plan_join(self, joins: Sequence[Join]) -> PlannedChange:
         """Begin to prepare for newcomers, beside the next step. All members call it at the same step.
 
         Args:
-            joins: Their slots and the uids of their processes.
+            joins: Who joins.
         """
         return self._plan(joins=joins)
 

@@ -59,8 +59,8 @@ class Deaths:
 
     @property
     def watched(self) -> list[int]:
-        """Slots of members that live and shall go on living."""
-        return sorted(slot for slot in self._living - self._condemned.keys() if slot not in self._newcomers)
+        """Slots of processes that live and shall go on living."""
+        return sorted(self._living - self._condemned.keys())
 
     def pid(self, slot: int) -> int | None:
         """Of a process that lives."""

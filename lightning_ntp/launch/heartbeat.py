@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Container
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from lightning_ntp.launch.progress import (
     DUMP_SIGNAL,
     ProgressReader,
     Sample,
+    Tag,
     dump_path,
     progress_path,
     run_directory_path,
@@ -36,10 +38,13 @@ class Heartbeat:
         heartbeat: How long a rank may show none.
         deaths: Kills and declares.
         job: Unique, for dumps of a run whose directory is not known.
+        newcomers: For whom nobody waits while they set up.
     """
 
-    def __init__(self, job_dir: Path, heartbeat: timedelta, deaths: Deaths, job: str) -> None:
-        self._job_dir, self._deaths, self._job = job_dir, deaths, job
+    def __init__(
+        self, job_dir: Path, heartbeat: timedelta, deaths: Deaths, job: str, newcomers: Container[int] = ()
+    ) -> None:
+        self._job_dir, self._deaths, self._job, self._newcomers = job_dir, deaths, job, newcomers
         self._hangs = Hangs(heartbeat.total_seconds())
         self._readers: dict[int, ProgressReader] = {}
         self._copies: list[threading.Thread] = []
@@ -50,7 +55,7 @@ class Heartbeat:
         for slot in self._deaths.watched:
             reader = self._readers.setdefault(slot, ProgressReader(self._job_dir, slot))
             sample = reader.read()
-            if sample is not None:
+            if sample is not None and not (sample.tag is Tag.SETUP and slot in self._newcomers):
                 samples[slot] = sample
         stopped = self._deaths.stopped()
         verdict = self._hangs.look(time.monotonic(), samples, stopped)

@@ -72,4 +72,5 @@ def _gone(entries: Iterable[Entry]) -> set[int]:
             gone.add(entry.slot)
         elif entry.kind == "admit":
             gone.discard(entry.slot)
+        gone.difference_update(join.slot for join in entry.joins)
     return gone

@@ -63,6 +63,7 @@ class Supervisor:
         may_restart: asked before each restart, in a thread, whether the slot's device is fit for it: False, or a text
             that says why not, forbids it, and it is asked again after the backoff. A demand of a person's is not asked
             for (``lightning-ntp restart``).
+        spares: so many more processes start as newcomers, in slots of their own, and wait for a place.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -84,7 +85,10 @@ class Supervisor:
         max_restarts: int = 0,
         restart_backoff: timedelta = timedelta(seconds=1),
         may_restart: MayRestart | None = None,
+        spares: int = 0,
     ) -> None:
+        if not isinstance(spares, int) or isinstance(spares, bool) or spares < 0:
+            raise ValueError(f"spares={spares!r}: give how many processes wait for a loss, 0 for none.")
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise ValueError(f"ranks={ranks!r}: give the number of processes to start, an integer of at least 1.")
         if start_method not in get_args(StartMethod):
@@ -98,7 +102,8 @@ class Supervisor:
             raise ValueError(f"heartbeat={heartbeat}: give a time above 0, or None not to look for ranks that hang.")
         if start_method == "fork":
             _refuse_fork_after_cuda()
-        self.ranks = ranks
+        self.ranks = ranks + spares
+        self._members = ranks
         self.start_method: StartMethod = start_method
         self._call = call
         self._cold = cold
@@ -180,9 +185,14 @@ class Supervisor:
             self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir), self._newcomers
         )
         if self._heartbeat_limit is not None:
-            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job)
-        for slot in range(self.ranks):
+            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job, self._newcomers)
+        for slot in range(self._members):
             self._start(server, job_dir, slot)
+        for slot in range(self._members, self.ranks):
+            # as if it had left in good order before
+            self._codes[slot] = 0
+            self._left.add(slot)
+            self._start_newcomer(server, job_dir, slot)
 
     def _start(self, server: ServerProcess, job_dir: Path, slot: int, joins: bool = False) -> None:
         uid = f"{self.job}.{self._incarnations}"
@@ -201,7 +211,7 @@ class Supervisor:
         environment = dict(os.environ)
         # As many threads in all as there are cores; torch reads this when it is imported, in the server.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self.ranks)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // self._members)))
         # A lost connection would be told in forty lines of C++; also read when torch is imported.
         environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         return environment

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -67,8 +68,8 @@ class Arrivals:
         assert transaction is not None
         automatic = trainer.lightning_module.automatic_optimization
         captures = Captures(
-            lambda: self._carried.schema(),
-            lambda result: self._carried.capture(result, transaction.constant_buffers()),
+            lambda: self._alone(self._carried.schema),
+            lambda result: self._alone(lambda: self._carried.capture(result, transaction.constant_buffers())),
             self._common,
         )
         self._loaders: SharedBatches | None = None
@@ -88,6 +89,7 @@ class Arrivals:
                 automatic,
                 told,
                 lambda: describe_job(trainer, model),
+                lambda replica: fetching.set_replica(trainer, replica),
             )
         fetching.patch_fetching(trainer, self.joining.epoch_begins, self._fetch)
         self._connect(transaction, automatic)
@@ -109,6 +111,21 @@ class Arrivals:
             transaction.given = given
         else:
             transaction.before_manual_step = arrive
+
+    def _alone(self, capture: Callable[[], bytes]) -> bytes:
+        """Capture this rank's state. User code takes part in it, and the other ranks wait in nothing meanwhile."""
+        before, thread = self._runtime.may_start, threading.get_ident()
+
+        def refuse(group: str) -> None:
+            if threading.get_ident() == thread:
+                raise RuntimeError(f"a collective on {group} was called while one rank alone was asked for its state")
+            before(group)
+
+        self._runtime.may_start = refuse
+        try:
+            return capture()
+        finally:
+            self._runtime.may_start = before
 
     # ---- batches ----------------------------------------------------------------------------------------------
 
@@ -155,9 +172,9 @@ class Arrivals:
     def _by_number(self, batch_idx: int) -> Any:
         """This replica's batch of that number in the epoch, without its dataloader."""
         fetching.set_sampler_epoch(self._trainer)
-        launched = self._runtime.launched
-        replica = launched.place(self._runtime.slot)[0]
-        found = self._shared().share(batch_idx, launched, replica)
+        assert self._newcomer is not None
+        replica = self._newcomer.replica
+        found = self._shared().share(batch_idx, self._runtime.launched, replica)
         if found is None:
             raise RuntimeError(
                 f"nobody is left in replica {replica} whose dataloader is in position, and its batches cannot be"

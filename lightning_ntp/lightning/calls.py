@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerState
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -43,7 +44,7 @@ class Record:
         result: What it has returned.
         state: The trainer's.
         metrics: ``trainer.callback_metrics``.
-        callbacks: State of those that have one.
+        callbacks: State of the checkpoint callbacks.
     """
 
     result: Any
@@ -96,9 +97,8 @@ def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
     running = runtime.current()
     if running is None or running.joining or running.generation.rank or trainer is None:
         return
-    callbacks = {}
-    for each in trainer.callbacks:  # type: ignore[attr-defined]
-        callbacks[each.state_key] = each.state_dict()
+    # of users' callbacks nobody knows whether they communicate when they are asked for their state
+    callbacks = {each.state_key: each.state_dict() for each in _checkpoints(trainer)}
     for kept in (result, None):
         record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks)
         try:
@@ -132,11 +132,15 @@ def _wait_for_turn(identity: RankIdentity, number: int, function: Callable[..., 
     return found
 
 
+def _checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if type(each) is ModelCheckpoint]
+
+
 def _pass_over(record: Record, trainer: Trainer | None) -> Any:
     if trainer is not None:
         trainer.state = record.state
         trainer.callback_metrics.update(record.metrics)
-        for each in trainer.callbacks:  # type: ignore[attr-defined]
+        for each in _checkpoints(trainer):
             if each.state_key in record.callbacks:
                 each.load_state_dict(record.callbacks[each.state_key])
     return record.result

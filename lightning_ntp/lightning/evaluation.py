@@ -84,6 +84,8 @@ class Evaluation:
         self._undo: list[Callable[[], None]] = []
         self._loop: EvaluationLoop | None = None
         self._replicas: tuple[int, ...] = ()
+        self._start: Snapshot | None = None
+        """Where the running loop begins, once its data are set up."""
         self.begun = 0
         """How many loops this rank has begun in the job."""
         self._passed = 0
@@ -100,7 +102,12 @@ class Evaluation:
         for loop in private.evaluation_loops(self._trainer):
             self._undo.append(
                 private.patch_evaluation(
-                    loop, partial(self._run, loop), partial(self._run_batch, loop), self._end, self._have_results
+                    loop,
+                    partial(self._run, loop),
+                    partial(self._set_up, loop),
+                    partial(self._run_batch, loop),
+                    self._end,
+                    self._have_results,
                 )
             )
 
@@ -129,7 +136,7 @@ class Evaluation:
         Raises:
             RestartLoop: If a replica is gone, and nobody has computed the results of the loop with it.
         """
-        if self._loop is None or self._replicas == self._generation().topology.live_replicas:
+        if self._start is None or self._replicas == self._generation().topology.live_replicas:
             return
         # metrics are computed together: what one rank has, the others have or will get from it
         others = [each["evaluation"] for each in self._recovery.records.values()]
@@ -144,7 +151,6 @@ class Evaluation:
         self._recorder.look_around()
         before = progress.current().tag
         try:
-            start = self._recorder.take()
             while True:
                 self._replicas = self._generation().topology.live_replicas
                 self._passed, self._inside, self._computed = self.begun * _LOOP, False, False
@@ -160,12 +166,24 @@ class Evaluation:
                 # outside of the `except` block: the frames of the failed attempt are free
                 self.replays += 1
                 self._forget_batch()
-                start.restore()
+                assert self._start is not None
+                self._start.restore()
                 private.back_to_training_mode(loop)
         finally:
             self._forget_batch()
             progress.current().back_to(before)
-            self._loop, self._inside, self._computed = None, False, False
+            self._loop, self._start, self._inside, self._computed = None, None, False, False
+
+    def _set_up(self, loop: EvaluationLoop, set_up: Callable[[], None]) -> None:
+        """The data of a loop. Once, however often it begins: that takes operations, and in the end one rank may have
+        done all of them and another one not.
+        """
+        if loop is not self._loop:
+            set_up()
+        elif self._start is None:
+            set_up()
+            self._replicas = self._generation().topology.live_replicas
+            self._start = self._recorder.take()
 
     def _run_batch(
         self,

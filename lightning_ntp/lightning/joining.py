@@ -11,16 +11,15 @@ For the rest of the epoch its own dataloader is not in position: the giver hands
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_ntp.comm import Runtime
 from lightning_ntp.engine import RecoveryEngine
-from lightning_ntp.plan import Topology
+from lightning_ntp.plan import Join, Topology, choose_joins
 
 log = logging.getLogger("lightning_ntp")
 
@@ -48,13 +47,13 @@ class Invitation:
     """To join in the next step.
 
     Args:
-        joins: Who joins, and the uids of their processes.
+        joins: Who joins.
         name: Of the planned change.
         number: Of the members' generation.
         before: Its topology.
     """
 
-    joins: dict[int, str]
+    joins: tuple[Join, ...]
     name: str
     number: int
     before: Topology
@@ -91,6 +90,19 @@ class Outcome:
     state: bytes
     common: dict[str, Any]
     standing: dict[str, Any]
+
+
+@dataclass
+class Given:
+    """What a giver leaves.
+
+    Args:
+        content: What was asked for, by pickle.
+        failure: Why there is none.
+    """
+
+    content: bytes = b""
+    failure: str = ""
 
 
 class Keys:
@@ -172,7 +184,7 @@ class Joining:
         if not joins:
             return (0,)
         number = self._runtime.membership.count("invitations")
-        self._runtime.membership.post(Keys.invitation(number), json.dumps(joins))
+        self._runtime.membership.post(Keys.invitation(number), pickle.dumps(joins))
         return (number,)
 
     def counted(self, votes: tuple[int, ...]) -> None:
@@ -180,31 +192,27 @@ class Joining:
         if not self._redoing():
             self._announced = votes[0]
 
-    def _candidates(self) -> dict[int, str]:
+    def _candidates(self) -> tuple[Join, ...]:
         """Who stands by and can be let in."""
-        topology, launched = self._engine.layout, self._runtime.launched
-        found: dict[int, str] = {}
-        for slot, uid in sorted(self._runtime.membership.roster.standby.items()):
-            replica = launched.place(slot)[0]
-            if replica in topology.live_replicas:
-                found[slot] = uid
-                continue
-            mates = launched.tensor_parallel_slots(replica)
-            standby = self._runtime.membership.roster.standby
-            if not self._can_fetch():
-                self._say_once(
-                    slot,
-                    f"replica {replica} cannot come back in this fit: that takes a single DataLoader over a map-style"
-                    " dataset with the sampler that the Trainer has put in",
-                )
-            elif all(mate in standby for mate in mates):
-                found[slot] = uid
-        return found
+        topology, standby = self._engine.layout, self._runtime.membership.roster.standby
+        if not standby:  # asked in every step
+            return ()
+        joins = choose_joins(topology, self._runtime.launched, standby)
+        returning = {join.replica for join in joins} - {*topology.live_replicas}
+        if returning and not self._can_fetch():
+            joins = tuple(join for join in joins if join.replica not in returning)
+            for replica in sorted(returning):
+                self._say_once(replica)
+        return joins
 
-    def _say_once(self, slot: int, what: str) -> None:
-        if slot not in self._told:
-            self._told.add(slot)
-            log.warning("slot %d stands by: %s", slot, what)
+    def _say_once(self, replica: int) -> None:
+        if replica not in self._told:
+            self._told.add(replica)
+            log.warning(
+                "replica %d cannot come back in this fit, though its ranks stand by: that takes a single DataLoader"
+                " over a map-style dataset with the sampler that the Trainer has put in",
+                replica,
+            )
 
     def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: begin to prepare what was announced in its vote."""
@@ -212,16 +220,15 @@ class Joining:
         if not number or self._engine.planned is not None:
             return
         membership, generation = self._runtime.membership, self._runtime.generation
-        joins = {int(slot): str(uid) for slot, uid in json.loads(membership.read(Keys.invitation(number))).items()}
+        joins: tuple[Join, ...] = pickle.loads(membership.read(Keys.invitation(number)))  # from the job's own store
         before = self._engine.layout
         planned = self._engine.plan_join(joins)
         self._count = 0
-        for slot in self._given_by_me():
-            membership.post(Keys.given(planned.name, slot, "schema"), self._captures.schema())
+        self._give(self._given_by_me(), "schema", self._captures.schema)
         if generation.rank == 0:
             content = pickle.dumps(Invitation(joins, planned.name, generation.number, before))
-            for uid in joins.values():
-                membership.post(Keys.invited(uid, membership.count(f"invited/{uid}")), content)
+            for join in joins:
+                membership.post(Keys.invited(join.uid, membership.count(f"invited/{join.uid}")), content)
 
     # ---- in the step ------------------------------------------------------------------------------------------
 
@@ -230,20 +237,20 @@ class Joining:
         self._last = fetched
         planned = self._engine.planned
         if planned is not None and planned.joins:
-            mine = self._given_by_me()
-            if mine and fetched.item is not None:
-                content = pickle.dumps(Handover(fetched, self._captures.state(None), self._captures.common()))
-                for slot in mine:
-                    self._give(planned.name, slot, f"batch/{self._count}", content)
-            self._count += fetched.item is not None
+
+            def handover() -> bytes:
+                return pickle.dumps(Handover(fetched, self._captures.state(None), self._captures.common()))
+
+            if fetched.item is not None:
+                self._give(self._given_by_me(), f"batch/{self._count}", handover)
+                self._count += 1
         self.hand_again()
 
     def micro_batch_done(self, result: Any) -> None:
         """A micro-batch is done, and others of its step follow."""
         planned = self._engine.planned
         if planned is not None and planned.joins:
-            for slot in self._given_by_me():
-                self._give(planned.name, slot, f"after/{self._count - 1}", self._captures.state(result))
+            self._give(self._given_by_me(), f"after/{self._count - 1}", lambda: self._captures.state(result))
 
     def change(self, result: Any) -> None:
         """Let them in, if somebody was invited. Between the gradient sync of the step and its hooks.
@@ -257,14 +264,14 @@ class Joining:
         planned = self._engine.planned
         if planned is None or not planned.joins:
             return
-        mine = self._given_by_me()
-        if mine:
+
+        def outcome() -> bytes:
             state = self._captures.state(result) if self._automatic else b""
-            outcome = Outcome(self._count, state, self._captures.common(), self._engine.standing())
-            for slot in mine:
-                self._give(planned.name, slot, "outcome", pickle.dumps(outcome))
+            return pickle.dumps(Outcome(self._count, state, self._captures.common(), self._engine.standing()))
+
+        self._give(self._given_by_me(), "outcome", outcome)
         self._engine.switch()
-        self.awaiting |= set(planned.joins)
+        self.awaiting |= {join.slot for join in planned.joins}
 
     def hand_again(self) -> None:
         """Leave the newest batch for those of this replica that have no loader in position, if that falls to me."""
@@ -296,15 +303,23 @@ class Joining:
         """The newcomers of the planned change to whom this rank gives."""
         planned = self._engine.planned
         assert planned is not None
-        before, launched = planned.before, self._runtime.launched
-        givers = {}
-        for slot in planned.joins:
-            replica = launched.place(slot)[0]
-            mates = before.tensor_parallel_slots(replica)
-            givers[slot] = (
-                self.giver(before, replica) if self.giver(before, replica) >= 0 else min(mates or before.slots)
-            )
+        before, givers = planned.before, {}
+        for join in planned.joins:
+            # a newcomer of this epoch can say everything too, and so can another replica, but for the batch
+            others = before.tensor_parallel_slots(join.replica) or before.slots
+            found = self.giver(before, join.replica)
+            givers[join.slot] = found if found >= 0 else min(others)
         return [slot for slot, giver in givers.items() if giver == self._runtime.slot]
 
-    def _give(self, change: str, slot: int, what: str, content: bytes) -> None:
-        self._runtime.membership.post(Keys.given(change, slot, what), content)
+    def _give(self, slots: Sequence[int], what: str, capture: Callable[[], bytes]) -> None:
+        """Leave something for newcomers of the planned change. A mistake in it is theirs to hear of, not the job's."""
+        if not slots:
+            return
+        try:
+            given = Given(capture())
+        except Exception as error:  # user code says what its state is
+            given = Given(failure=f"{type(error).__name__}: {error}")
+        planned = self._engine.planned
+        assert planned is not None
+        for slot in slots:
+            self._runtime.membership.post(Keys.given(planned.name, slot, what), pickle.dumps(given))

@@ -38,7 +38,7 @@ class LaunchableStrategy(Protocol):
 
     @property
     def num_processes(self) -> int:
-        """How many ranks to start."""
+        """How many processes to start, spares included."""
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
@@ -64,7 +64,7 @@ class NTPLauncher(_Launcher):
     """Makes the launching process a supervisor that trains nothing; all ranks are its children's.
 
     Args:
-        strategy: its ``num_processes`` says how many ranks to start.
+        strategy: its ``num_processes`` says how many processes to start.
         start_method: as in :class:`~lightning_ntp.launch.Supervisor`.
         options: further keyword arguments of :class:`~lightning_ntp.launch.Supervisor` (grace periods, ``cold``).
     """
@@ -163,7 +163,8 @@ class NTPLauncher(_Launcher):
 
     def _supervise(self, call: Call | None, trainer: pl.Trainer | None) -> Outcome:
         try:
-            self._supervisor = Supervisor(self._strategy.num_processes, self._start_method, call, **self._options)
+            ranks = self._strategy.num_processes - int(self._options.get("spares", 0))
+            self._supervisor = Supervisor(ranks, self._start_method, call, **self._options)
             return self._supervisor.run()
         finally:
             self._supervisor = None

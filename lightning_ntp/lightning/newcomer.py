@@ -14,14 +14,15 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from lightning_ntp.comm import Interrupted, Runtime, runtime
 from lightning_ntp.engine import PlannedEntry, RecoveryEngine
-from lightning_ntp.launch import REFUSED, report_alone
+from lightning_ntp.launch import REFUSED, progress, report_alone
+from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning.identity import differences
 from lightning_ntp.lightning.joined_state import JoinedState
-from lightning_ntp.lightning.joining import Fetched, Handover, Invitation, Item, Joining, Keys, Outcome
+from lightning_ntp.lightning.joining import Fetched, Given, Handover, Invitation, Joining, Keys, Outcome
 from lightning_ntp.lightning.state_schema import CannotJoin
 from lightning_ntp.lightning.told import Told
 from lightning_ntp.parallel import ShardedModel
@@ -30,8 +31,6 @@ log = logging.getLogger("lightning_ntp")
 
 _TICK = 0.005
 """Seconds between looks at the store, for what takes at least a step."""
-
-T = TypeVar("T")
 
 
 class TooLate(Exception):
@@ -52,6 +51,7 @@ class Newcomer:
         automatic: Whether Lightning optimizes.
         told: What the members have said of this fit.
         described: What this rank runs.
+        go_home: Called with the replica to which this rank belongs from now on.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class Newcomer:
         automatic: bool,
         told: Told,
         described: Callable[[], dict[str, str]],
+        go_home: Callable[[int], None],
     ) -> None:
         self._runtime, self._engine, self._model, self._states = current, engine, model, states
         self._carried, self._take_common, self._fetch = carried, take_common, fetch
-        self._automatic, self._told, self._described = automatic, told, described
+        self._automatic, self._told, self._described, self._go_home = automatic, told, described, go_home
         self._invitations = 0
         self._stands_by = False
         self._entry: PlannedEntry | None = None
@@ -77,6 +78,8 @@ class Newcomer:
         self._batches: deque[Handover] = deque()
         self._results: deque[bytes] = deque()
         self._fresh = False
+        self.replica = -1
+        """Where this rank works, once it is invited."""
         self._joined: tuple[int, ...] = ()
         self._skipped: set[str] = set()
 
@@ -123,6 +126,7 @@ class Newcomer:
         """Become a member, unless the invitation comes to nothing."""
         slot, name = self._runtime.slot, invitation.name
         entry: PlannedEntry | None = None
+        progress.current().begin(Tag.STEP)  # from now on the members wait for it
         try:
             self._carried.make_states(self._given(invitation, "schema"))
             entry = PlannedEntry(
@@ -142,14 +146,17 @@ class Newcomer:
         except Interrupted:
             if entry is not None:
                 entry.drop()
+            progress.current().back_to(Tag.SETUP)
             return
         except CannotJoin as error:
             self.refuse(str(error))
         report_alone(False)
-        self._entry, self._outcome, self._joined = entry, outcome, tuple(invitation.joins)
+        self._entry, self._outcome = entry, outcome
+        self._joined = tuple(join.slot for join in invitation.joins)
         self._batches, self._results = deque(batches), deque([*results, outcome.state])
-        replica = self._runtime.launched.place(slot)[0]
-        self._fresh = replica not in invitation.before.live_replicas
+        self.replica = next(join.replica for join in invitation.joins if join.slot == slot)
+        self._fresh = self.replica not in invitation.before.live_replicas
+        self._go_home(self.replica)
 
     def _given(self, invitation: Invitation, what: str) -> bytes:
         """What the giver leaves.
@@ -163,7 +170,10 @@ class Newcomer:
             found = membership.find(key)
             if found is not None:
                 membership.remove(key)
-                return found
+                given: Given = pickle.loads(found)  # from the job's own store
+                if given.failure:
+                    raise CannotJoin(f"its peer could not say what its state is: {given.failure}")
+                return given.content
             roster = membership.roster
             if max(roster.change, roster.commit) > invitation.number:
                 raise Interrupted("the members have changed")
@@ -171,11 +181,12 @@ class Newcomer:
             time.sleep(_TICK)
 
     def _check_job(self) -> None:
-        """Whether there is anything to wait for.
+        """Whether there is anything to wait for. Called between looks.
 
         Raises:
             TooLate: If the others have ended the fit.
         """
+        progress.current().beat()
         if not self._runtime.membership.roster.members:
             self.leave("the training was over before it could join")
         if self._told.is_over():
@@ -244,6 +255,7 @@ class Newcomer:
             if found is not None:
                 fetched: Fetched = pickle.loads(found)  # from the job's own store
                 return fetched
+            progress.current().beat()
             time.sleep(_TICK / 5)
 
     # ---- ends -------------------------------------------------------------------------------------------------
@@ -251,6 +263,8 @@ class Newcomer:
     def refuse(self, why: str) -> NoReturn:
         """This rank is no peer of the members: end, and say why. The job goes on without it."""
         log.error("slot %d cannot join: %s", self._runtime.slot, why)
+        if not self._runtime.joining:
+            os._exit(1)  # it is a member already: this is a death
         self._end(REFUSED, "cannot join")
 
     def leave(self, why: str) -> NoReturn:
@@ -263,6 +277,3 @@ class Newcomer:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-__all__ = ["Item", "Newcomer", "TooLate"]

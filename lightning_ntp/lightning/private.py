@@ -448,20 +448,23 @@ def evaluation_loops(trainer: Trainer) -> list[EvaluationLoop]:
 def patch_evaluation(
     loop: EvaluationLoop,
     run: Callable[[Callable[[], Any]], Any],
+    set_up: Callable[[Callable[[], None]], None],
     step: Callable[..., None],
     end: Callable[[], None],
     results: Callable[[], None],
 ) -> Callable[[], None]:
-    """Let an evaluation loop, its batches and the end of each dataloader pass through us; the result undoes it.
+    """Let an evaluation loop, its parts and the end of each dataloader pass through us; the result undoes it.
 
-    2.6.6: ``run`` fetches batches, calls ``_evaluation_step`` (``_predict_step``) with (batch, batch_idx,
-    dataloader_idx, dataloader_iter) for each, ``_store_dataloader_outputs`` after the last one of a dataloader and
-    ``on_run_end`` after the last one of all. There evaluation computes and logs the metrics of the epoch, then calls
-    ``_on_evaluation_end``, whose hooks may save checkpoints.
+    2.6.6: ``run`` calls ``setup_data`` (in a fit it does nothing the second time), fetches batches, calls
+    ``_evaluation_step`` (``_predict_step``) with (batch, batch_idx, dataloader_idx, dataloader_iter) for each,
+    ``_store_dataloader_outputs`` after the last one of a dataloader and ``on_run_end`` after the last one of all. There
+    evaluation computes and logs the metrics of the epoch, then calls ``_on_evaluation_end``, whose hooks may save
+    checkpoints.
 
     Args:
         loop: The loop.
         run: Called with the loop's own ``run``.
+        set_up: Called with the loop's own ``setup_data``. A fit calls it before the loop runs, too.
         step: Called with the loop's own step, then its arguments.
         end: Called when all batches of a dataloader are done, before anything is made of their results.
         results: Called when all metrics are computed, before the hooks that hear of it. Not in prediction.
@@ -476,6 +479,7 @@ def patch_evaluation(
 
     patched = {
         "run": partial(run, partial(kind.run, loop)),
+        "setup_data": partial(set_up, loop.setup_data),
         name: partial(step, partial(getattr(kind, name), loop)),
         after: ended,
     }

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from torch.utils.data import DistributedSampler
 from typing_extensions import override
+
+from lightning_ntp.lightning.private import worker_init_function
 
 Fetch = Callable[[_DataFetcher], Any]
 
@@ -93,6 +97,22 @@ def set_sampler_epoch(trainer: Trainer) -> None:
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]
+
+
+def set_replica(trainer: Trainer, replica: int) -> None:
+    """Let this rank's dataloaders give the batches of another replica than the one they were made for.
+
+    2.6.6: loaders are made once in a fit; those of validation too. From their next iteration on.
+    """
+    fit = trainer.fit_loop
+    for combined in (fit._combined_loader, fit.epoch_loop.val_loop._combined_loader):
+        for loader in combined.flattened if combined is not None else ():
+            sampler = getattr(loader, "sampler", None)
+            if isinstance(sampler, DistributedSampler):
+                sampler.rank = replica
+            init = getattr(loader, "worker_init_fn", None)
+            if isinstance(init, partial) and init.func is pl_worker_init_function:
+                loader.worker_init_fn = worker_init_function(replica)
 
 
 def leave_fit() -> Exception:

@@ -65,7 +65,7 @@ from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.verification import Verification
 from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
-from lightning_ntp.plan import Topology
+from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import RecoveryPolicy
 from lightning_ntp.plan.topology import as_degrees, as_size, resolve_degrees
 
@@ -112,6 +112,8 @@ class NTPStrategy(ParallelStrategy):
         may_restart: Called with the slot before each restart, in a thread of the launching process: whether its device
             is fit for it. False, or a text that says why not, forbids it, and it is called again after the backoff;
             True, None or an empty text allow it.
+        spares: So many of the Trainer's devices train nothing: each has a process with the model built and everything
+            imported, which takes an empty place in the step after the one that has lost it.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -142,8 +144,11 @@ class NTPStrategy(ParallelStrategy):
         max_restarts: int = 0,
         restart_backoff: float | timedelta = 1.0,
         may_restart: Callable[[int], bool | str | None] | None = None,
+        spares: int = 0,
     ) -> None:
         super().__init__()
+        if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+            raise ValueError(f"spares={spares!r} must be a whole number of devices that wait for a loss, 0 for none")
         if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
             raise ValueError(
                 f"max_restarts={max_restarts!r} must be a whole number: how often a slot is started again, 0 for never"
@@ -187,6 +192,7 @@ class NTPStrategy(ParallelStrategy):
             "max_restarts": max_restarts,
             "restart_backoff": as_timedelta("restart_backoff", restart_backoff),
             "may_restart": may_restart,
+            "spares": spares,
         }
         """What the supervisor is told."""
         self.start_method: Literal["popen", "spawn", "fork"] = start_method
@@ -283,11 +289,24 @@ class NTPStrategy(ParallelStrategy):
     @property
     def _launch_topology(self) -> Topology:
         """What was asked for, whoever of it is still alive."""
-        return Topology.start(
-            resolve_degrees(
-                self.num_processes, self.num_nodes, self._tensor_parallel_size, self._data_parallel_size, self._degrees
+        spares: int = self._supervision["spares"]
+        devices = self.num_processes - spares
+        if devices < 1:
+            raise TopologyError(
+                f"spares={spares}: each spare needs a device of its own, beside those that train, but there are"
+                f" {self.num_processes} in all: give Trainer(devices=...) more, or fewer spares"
             )
-        )
+        try:
+            degrees = resolve_degrees(
+                devices, self.num_nodes, self._tensor_parallel_size, self._data_parallel_size, self._degrees
+            )
+        except TopologyError as error:
+            if not spares:
+                raise
+            raise TopologyError(
+                f"{error} (of Trainer(devices={self.num_processes}), spares={spares} wait beside those that train)"
+            ) from None
+        return Topology.start(degrees)
 
     @property
     def generation(self) -> Generation:
@@ -347,7 +366,8 @@ class NTPStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Let ``rank_zero_only`` functions know the rank."""
         if self.cluster_environment is not None:
-            self.cluster_environment.set_world_size(self.num_processes * self.num_nodes)
+            members = self.num_processes - int(self._supervision["spares"])
+            self.cluster_environment.set_world_size(members * self.num_nodes)
             private.set_rank_zero(self.global_rank)
 
     # ---- set up -----------------------------------------------------------------------------------------------
@@ -391,10 +411,10 @@ class NTPStrategy(ParallelStrategy):
             with_copies=self._with_copies,
             joins=identity.joins,
         )
-        self._told = Told(self._runtime, calls.current())
-        self.set_world_ranks()
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
+        self._told = Told(self._runtime, calls.current(), trainer.state.fn == TrainerFn.FITTING)
+        self.set_world_ranks()
         self.lightning_module._device_mesh = self.device_mesh  # type: ignore[assignment]
         self._runtime.repeat = self._collectives.run
         count_replicas_once()
@@ -577,6 +597,8 @@ class NTPStrategy(ParallelStrategy):
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
+        if self._arrivals is not None:
+            self._arrivals.joining.hand_again()
         self.set_world_ranks()
         for completed, path in self._removed if self.is_global_zero else ():
             if completed == self._survival.operations.completed:
@@ -596,7 +618,8 @@ class NTPStrategy(ParallelStrategy):
         def attach() -> None:
             if not sharded.is_cut:
                 layout = recovery.layout
-                replica, index = layout.place(slot)
+                # a spare has no place yet; any will do until it gets what it is to hold
+                replica, index = layout.place(slot if slot in layout.slots else layout.slots[0])
                 sharded.place.update(layout.family, layout.degrees[replica], index, self.generation.tensor_parallel)
                 sharded.cut()
                 module._ntp_sharded = sharded  # type: ignore[assignment]
@@ -679,7 +702,8 @@ class NTPStrategy(ParallelStrategy):
         assert self._told is not None
         sharded, trainer = self.sharded, self.lightning_module.trainer
         self._told.training_starts(lambda: describe_job(trainer, sharded))
-        progress.current().back_to(Tag.BETWEEN)
+        if self._runtime is not None and not self._runtime.joining:  # a newcomer still sets up
+            progress.current().back_to(Tag.BETWEEN)
 
     # ---- the step ---------------------------------------------------------------------------------------------
 

@@ -29,11 +29,12 @@ class Told:
     Args:
         current: The rank's runtime.
         call: The number of the call in the script.
+        fits: Whether it is a fit; nobody joins another one.
     """
 
-    def __init__(self, current: Runtime, call: int) -> None:
+    def __init__(self, current: Runtime, call: int, fits: bool) -> None:
         self._runtime, self._call = current, call
-        self._count, self._started = 0, False
+        self._count, self._started = 0, not fits
 
     def broadcast(self, own: T, send: Callable[[], T]) -> T:
         """The value that rank 0 has, or had.

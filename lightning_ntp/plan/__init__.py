@@ -3,9 +3,10 @@
 Everything here is data that can be printed, compared and tested without starting a process.
 """
 
+from lightning_ntp.plan.arrivals import choose_joins
 from lightning_ntp.plan.exchange import Exchange, Move, Run, copy_exchange, reduce_exchange
 from lightning_ntp.plan.layout import Layout, LayoutFamily, UnitSpace
-from lightning_ntp.plan.membership import Departure, Entry, Roster
+from lightning_ntp.plan.membership import Departure, Entry, Join, Roster
 from lightning_ntp.plan.policy import Action, Decision, PolicyError, RecoveryPolicy, decide
 from lightning_ntp.plan.reshard import plan_reshard
 from lightning_ntp.plan.sharding import GradientClass, Segment, Sharding
@@ -19,6 +20,7 @@ __all__ = [
     "Entry",
     "Exchange",
     "GradientClass",
+    "Join",
     "Layout",
     "LayoutFamily",
     "Move",
@@ -33,6 +35,7 @@ __all__ = [
     "Topology",
     "TopologyError",
     "UnitSpace",
+    "choose_joins",
     "copy_exchange",
     "decide",
     "plan_reshard",

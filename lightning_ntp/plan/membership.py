@@ -11,14 +11,23 @@ starts another round, and a commit for the old one then counts for nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from lightning_ntp.plan.topology import Topology
+from lightning_ntp.plan.topology import Topology, TopologyError
 
 Kind = Literal["dead", "left", "standby", "admit", "retry", "commit", "switch"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Where a process that stands by is to work."""
+
+    slot: int
+    uid: str
+    replica: int
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Entry:
     """``time.monotonic()`` of the writer, in seconds: comparable on one machine."""
     nonce: str = ""
     """Makes equal entries of two writers different, so that a writer knows its own."""
-    joins: tuple[tuple[int, str], ...] = ()
-    """``switch``: who joins with it: slots that stand by, and the uids of their processes."""
+    joins: tuple[Join, ...] = ()
+    """``switch``: who joins with it."""
 
     def encode(self) -> str:
         """The entry as one line of JSON."""
@@ -51,7 +60,7 @@ class Entry:
     def decode(text: str | bytes) -> Entry:
         """The inverse of :meth:`encode`."""
         fields = json.loads(text)
-        fields["joins"] = tuple((int(slot), str(uid)) for slot, uid in fields.get("joins", ()))
+        fields["joins"] = tuple(Join(**join) for join in fields.get("joins", ()))
         return Entry(**fields)
 
 
@@ -127,11 +136,11 @@ class Roster:
         if entry.kind in ("dead", "left"):
             return self._without(entry, seen)
         if entry.kind == "standby":
-            if entry.slot in self.members or entry.slot not in self.start.slots:
+            if entry.slot in self.members:
                 return seen
             return replace(seen, standby={**self.standby, entry.slot: entry.uid})
         if entry.kind == "admit":
-            if self.standby.get(entry.slot) != entry.uid:
+            if self.standby.get(entry.slot) != entry.uid or entry.slot not in self.start.slots:
                 return seen
             waiting = {slot: uid for slot, uid in self.standby.items() if slot != entry.slot}
             return replace(seen, standby=waiting, members={**self.members, entry.slot: entry.uid}, change=here)
@@ -171,7 +180,7 @@ class Roster:
         if entry.round != self.commit or not self.settled:
             return seen
         if entry.joins:
-            return self._joined(dict(entry.joins), seen)
+            return self._joined(entry.joins, seen)
         uid = self.members.get(entry.slot)
         if uid is None or uid not in ("", entry.uid):
             return seen
@@ -183,20 +192,25 @@ class Roster:
             departures=(*self.departures, Departure(entry.slot, entry.uid, "left", entry.reason, entry.at)),
         )
 
-    def _joined(self, joins: Mapping[int, str], seen: Roster) -> Roster:
+    def _joined(self, joins: Sequence[Join], seen: Roster) -> Roster:
         if not self.stand_by(joins):
+            return seen
+        new = {join.slot: join.uid for join in joins}
+        try:
+            topology = self.topology.grow({join.slot: join.replica for join in joins})
+        except TopologyError:  # somebody else has the place
             return seen
         return replace(
             seen,
-            members={**self.members, **joins},
-            standby={slot: uid for slot, uid in self.standby.items() if slot not in joins},
+            members={**self.members, **new},
+            standby={slot: uid for slot, uid in self.standby.items() if slot not in new},
             commit=seen.position,
-            topology=self.topology.grow(joins, self.start),
+            topology=topology,
         )
 
-    def stand_by(self, joins: Mapping[int, str]) -> bool:
+    def stand_by(self, joins: Iterable[Join]) -> bool:
         """Whether these processes all wait to join."""
-        return all(self.standby.get(slot) == uid for slot, uid in joins.items())
+        return all(self.standby.get(join.slot) == join.uid for join in joins)
 
     def _next_topology(self) -> Topology:
         topology = self.topology

@@ -181,20 +181,24 @@ class Topology:
         members[index] = slot
         return self._with(tuple(members if r == replica else m for r, m in enumerate(self.replicas)))
 
-    def grow(self, slots: Iterable[int], start: Topology) -> Topology:
-        """The topology after ``slots`` have joined the replicas that they belong to.
+    def grow(self, joins: Mapping[int, int]) -> Topology:
+        """The topology after several slots have joined.
 
         Args:
-            slots: Slots that are not alive.
-            start: The topology at launch, which says where a slot belongs.
+            joins: Slot -> replica.
 
         Raises:
-            TopologyError: If a slot is alive, or is none of ``start``.
+            TopologyError: If a slot is alive, or a replica has no place for it.
         """
         topology = self
-        for slot in sorted(slots):
-            topology = topology.join(start.place(slot)[0], slot)
+        for slot, replica in sorted(joins.items()):
+            topology = topology.join(replica, slot)
         return topology
+
+    def alone(self, slot: int, replica: int) -> Topology:
+        """A job of the same shape in which ``slot``, in ``replica``, is all that there is."""
+        members = {self.family.indices(1)[0]: slot}
+        return self._with(tuple(members if r == replica else {} for r in range(len(self.replicas))))
 
     def _with(self, replicas: tuple[Mapping[int, int], ...]) -> Topology:
         """The same job with these replicas: the list of dropped indices is fixed exactly as far as one of them uses it.

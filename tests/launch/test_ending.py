@@ -64,7 +64,7 @@ def test_newcomers_are_nobodys_business_until_they_have_joined() -> None:
     ending.came_to_nothing(1)
     ending.came(1)
     ending.joined(1)
-    assert ending.due(1e6) == signal.SIGTERM
+    assert ending.due(12.0) == signal.SIGTERM
 
 
 def test_newcomers_that_are_left_alone_are_made_to_go() -> None:

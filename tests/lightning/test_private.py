@@ -270,6 +270,8 @@ def test_evaluation_loops_are_made_of_the_parts_that_are_taken_over() -> None:
         assert parameters(getattr(kind, step)) == arguments
         code = source(inspect.getclosurevars(kind.run).nonlocals["loop_run"])
         assert f"self.{step}(batch,batch_idx,dataloader_idx,dataloader_iter)" in code
+        assert code.count("self.setup_data()") == 1 and parameters(kind.setup_data) == ["self"]
+        assert code.index("self.setup_data()") < code.index("self.reset()") < code.index(f"self.{step}(")
         # whatever is made of the results of a dataloader comes after it
         assert code.rindex(f"self.{step}(") < code.rindex(f"self.{end}()")
     # all metrics are computed when the hooks hear of it, which may save checkpoints

@@ -18,7 +18,7 @@ CONFIG = Path(__file__).parents[2] / "examples/gpt/config.yaml"
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf, True, "30", timedelta(0)])
-@pytest.mark.parametrize("name", ["timeout", "heartbeat"])
+@pytest.mark.parametrize("name", ["timeout", "heartbeat", "restart_backoff"])
 def test_a_time_that_is_none_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name}=.*finite number of seconds above 0 .*, or a timedelta"):
         NTPStrategy(**{name: value})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_ntp.plan import Entry, Roster, Topology
+from lightning_ntp.plan import Entry, Join, Roster, Topology
 from lightning_ntp.plan.membership import fold
 
 START = Topology.start((3, 2))
@@ -26,6 +26,13 @@ entries = st.one_of(
     st.builds(lambda s, n: Entry("admit", s, f"new{s}.{n}"), st.integers(0, 5), st.integers(0, 1)),
     st.builds(lambda r: Entry("retry", 0, "u0", "x", round=r), st.integers(-1, 12)),
     st.builds(lambda r: Entry("commit", 0, "u0", round=r), st.integers(0, 12)),
+    st.builds(lambda s, r: Entry("switch", s, uid(s), "asked to", round=r), st.integers(0, 5), st.integers(-1, 12)),
+    st.builds(
+        lambda slots, n, r: Entry("switch", round=r, joins=tuple(Join(s, f"new{s}.{n}", s % 2) for s in sorted(slots))),
+        st.sets(st.integers(0, 5), min_size=1, max_size=2),
+        st.integers(0, 1),
+        st.integers(-1, 12),
+    ),
 )
 
 
@@ -37,14 +44,20 @@ def test_any_log_folds_to_a_consistent_roster(log: list[Entry]) -> None:
         assert roster.position == before.position + 1
         assert roster.change >= before.change and roster.broken <= roster.change
         if roster.commit != before.commit:
-            # a commit is for the open round, and its generation has exactly the members of that round
-            assert entry.kind == "commit" and entry.round == before.change == roster.change
-            assert set(roster.topology.slots) == set(before.members) == set(roster.members)
+            if entry.kind == "commit":
+                # for the open round, and its generation has exactly the members of that round
+                assert entry.round == before.change == roster.change
+                assert set(before.members) == set(roster.members)
+            else:
+                # a planned change is made from a settled generation alone, and nobody joins a round for it
+                assert entry.kind == "switch" and entry.round == before.commit and before.settled
+                assert roster.change == before.change and set(before.members) != set(roster.members)
+            assert set(roster.topology.slots) == set(roster.members)
             assert roster.settled and not roster.interrupted
             commits.append(roster.commit)
         if roster.interrupted:
             assert not roster.settled
-        if set(roster.members) != set(before.members):
+        if set(roster.members) != set(before.members) and entry.kind != "switch":
             assert roster.change == roster.position
         assert not set(roster.standby) & set(roster.members)
     assert commits == sorted(set(commits))
@@ -77,6 +90,19 @@ def test_admission_interrupts_nobody() -> None:
     log = [Entry("commit", round=0), dead(3), Entry("commit", round=2), Entry("standby", 3, "new")]
     roster = fold(START, [*log, Entry("admit", 3, "new")])
     assert not roster.interrupted and not roster.settled
+
+
+def test_newcomers_join_a_settled_generation_all_together_or_not_at_all() -> None:
+    log = [Entry("commit", round=0), dead(2), dead(3), Entry("commit", round=3)]
+    log += [Entry("standby", 2, "two"), Entry("standby", 3, "three")]
+    joins = Entry("switch", round=4, joins=(Join(2, "two", 0), Join(3, "three", 1)))
+    roster = fold(START, [*log, joins])
+    assert roster.settled and not roster.interrupted and roster.commit == 7 and roster.topology.degrees == (3, 2)
+    assert (roster.members[2], roster.members[3], roster.standby) == ("two", "three", {})
+    # one of them is gone, another process has its place, or the members have changed since: nothing happens
+    for meanwhile in (Entry("dead", 3, "three"), Entry("standby", 3, "other"), dead(0)):
+        void = fold(START, [*log, meanwhile, joins])
+        assert void.commit == 4 and void.slots == tuple(s for s in (0, 1, 4) if s in void.members), meanwhile
 
 
 def test_only_the_first_of_many_retries_counts() -> None:

@@ -18,7 +18,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class WaitsForNewcomers(Callback):
-    """Before some steps all ranks wait until every slot of the job lives or stands by, or is in.
+    """Before some steps all ranks wait until every process of the job is a member or stands by.
 
     Args:
         steps: Before which; the change comes in the step after.
@@ -37,7 +37,7 @@ def wait_until_all_stand_by(trainer: Trainer) -> None:
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not runtime.joining:
         roster = runtime.membership.roster
-        if {*roster.members, *roster.standby} >= {*runtime.launched.slots}:
+        if len({*roster.members, *roster.standby}) >= trainer.strategy.num_processes:
             return
         if time.monotonic() > deadline:
             raise TimeoutError(f"members {roster.slots}, standing by {sorted(roster.standby)}")
@@ -56,7 +56,7 @@ def train_and_return(job: Job, waits: tuple[int, ...], directory: str) -> dict[s
     options: dict[str, Any] = {"plugins": module.plugins()} if module.plugins() else {"precision": "64-true"}
     trainer = Trainer(
         accelerator="cpu",
-        devices=sum(job.degrees),
+        devices=sum(job.degrees) + job.strategy.get("spares", 0),
         strategy=NTPStrategy(degrees=job.degrees, **{"timeout": 30, "heartbeat": 10, **job.strategy}),
         **{
             "max_epochs": job.epochs,

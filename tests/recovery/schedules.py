@@ -8,14 +8,15 @@ that hang.
 
 None may hang, and each must end as the policy says: all survivors return with the numbers of the undisturbed script, or
 all say that no copy of something is left, which takes losses in every replica, or the exception of a rank that was the
-last of its replica ends the job, because then it is one of a whole replica. ``--seeds N`` replays one.
+last of its replica ends the job, because then it is one of a whole replica. ``--seeds N`` replays one, ``--jobs 2``
+runs two at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import multiprocessing
 import os
 import random
 import re
@@ -25,16 +26,19 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from multiprocessing.util import Finalize
 from pathlib import Path
 
+from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.harness import Crew, World
-from tests.harness.leaks import mark_session, session_processes
+from tests.harness.leaks import command_line, mark_session, session_processes
 from tests.recovery.jobs import Result
 from tests.recovery.places import PLACES
 from tests.recovery.supervised import HEARTBEAT, Supervised, SupervisingProcess
-from tests.recovery.whole_runs import Found, Script, compare, run_script, undisturbed
+from tests.recovery.whole_runs import Found, Script, compare, recoveries, run_script, undisturbed
 
 DEGREES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (2, 2, 2), (1, 2, 1))
 STEPS = 6
@@ -105,7 +109,9 @@ class Line:
     gone: set[int] = field(default_factory=set)
     recoveries: int = 0
     slowest: float = 0.0
-    """Seconds of the slowest recovery."""
+    """Seconds of the slowest recovery, since the last of its losses was known."""
+    waited: float = 0.0
+    """Seconds of the slowest recovery as a whole: others may have waited for a rank that hung, until it was found."""
     deviation: float = 0.0
     seconds: float = 0.0
     why: str = ""
@@ -118,7 +124,10 @@ def judge(result: Result, script: Script, want: Found) -> tuple[str, float]:
         AssertionError: If it must not end so.
     """
     stuck = [o for o in result.outcomes if o.state == "running"]
-    assert not stuck, "\n".join(f"slot {o.slot} hangs:\n{o.stacks}\n{o.output[-1500:]}" for o in stuck)
+    assert not stuck, "\n".join(
+        f"slot {o.slot} {'hangs' if o in stuck else o.state}, {o.exit_code}\n{o.error}{o.stacks}\n{o.output[-1500:]}"
+        for o in (stuck + [o for o in result.outcomes if o not in stuck])
+    )
     gone = gone_of(result)
     raised = {o.slot: o.error for o in result.outcomes if o.state == "raised"}
     if isinstance(result, Supervised):
@@ -201,9 +210,11 @@ class Runner:
             line.end, line.deviation = judge(result, script, want)
         except AssertionError as error:
             line.why = str(error) or traceback.format_exc()
-        changes = _changes(directory / "rows" / "events.jsonl")
-        line.recoveries = len(changes)
-        line.slowest = max((sum(change["seconds"].values()) for change in changes), default=0.0)
+        with contextlib.suppress(FileNotFoundError):
+            events = read_events(directory / "rows" / FILE_NAME)
+            line.recoveries = sum(event["event"] == "change" for event in events)
+        for whole, since_known in recoveries(directory):
+            line.waited, line.slowest = max(line.waited, whole), max(line.slowest, since_known)
         if line.end != "WRONG":
             shutil.rmtree(directory, ignore_errors=True)
         return line
@@ -212,11 +223,19 @@ class Runner:
         return World(self.crew, n, fresh)
 
 
-def _changes(path: Path) -> list[dict[str, dict[str, float]]]:
-    if not path.exists():
-        return []
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return [event for event in events if event["event"] == "change"]
+_runner: Runner | None = None
+
+
+def _begin(directory: Path) -> None:
+    """A process that runs schedules begins."""
+    global _runner
+    _runner = Runner(directory / str(os.getpid()))
+    Finalize(None, _runner.close, exitpriority=10)
+
+
+def _run(seed: int, deadline: float) -> Line | None:
+    assert _runner is not None
+    return _runner.run(seed) if time.monotonic() < deadline else None
 
 
 def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> list[str]:
@@ -226,6 +245,7 @@ def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> li
         faults.update(line.script.kind(slot) for slot in line.gone)
         faults.update(["raise"] * (line.end == "one's mistake"))
     slowest = max(lines, key=lambda line: line.slowest)
+    waited = max(lines, key=lambda line: line.waited)
     worst = max(lines, key=lambda line: line.deviation)
     longest = max(lines, key=lambda line: line.seconds)
     wrong = [line for line in lines if line.end == "WRONG"]
@@ -237,6 +257,7 @@ def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> li
         ("recoveries", str(sum(line.recoveries for line in lines))),
         ("worst deviation", f"{worst.deviation:.1e} (seed {worst.seed})"),
         ("slowest recovery", f"{slowest.slowest:.3f} s (seed {slowest.seed}, degrees {slowest.script.degrees})"),
+        ("... with waiting", f"{waited.waited:.3f} s (seed {waited.seed}), until who else hung was found"),
         ("longest schedule", f"{longest.seconds:.1f} s (seed {longest.seed})"),
         *((f"{what} left", ", ".join(names) or "none") for what, names in left.items()),
         ("wrong", "none" if not wrong else ""),
@@ -252,9 +273,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 100], help="one seed, or the first and the end")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no schedule after that")
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
     options = parser.parse_args()
     seeds = range(*options.seeds) if len(options.seeds) == 2 else options.seeds
     directory, began = Path(tempfile.mkdtemp(prefix="schedules-")), time.monotonic()
+    deadline = began + 60 * options.minutes
     # everybody's temporary files, so that those that are left can be told
     temporary = directory / "tmp"
     temporary.mkdir()
@@ -262,19 +285,19 @@ def main() -> int:
     shared = set(os.listdir("/dev/shm"))
     lines: list[Line] = []
     mark_session()
-    runner = Runner(directory)
-    with contextlib.closing(runner):
-        for seed in seeds:
-            if time.monotonic() - began > 60 * options.minutes:
-                break
-            line = runner.run(seed)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _begin, (directory,)) as pool:
+        for done in as_completed([pool.submit(_run, seed, deadline) for seed in seeds]):
+            line = done.result()
+            if line is None:
+                continue
             lines.append(line)
             if line.end == "WRONG":
-                print(f"seed {seed}: {line.script}\n{line.why[:4000]}\n", flush=True)
+                print(f"seed {line.seed}: {line.script}\n{line.why[:12000]}\n", flush=True)
             if sys.stderr.isatty() or len(lines) % 25 == 0:
                 print(f"{len(lines)} done, {sum(each.end == 'WRONG' for each in lines)} wrong", file=sys.stderr)
+    processes = [line for line in map(command_line, sorted(session_processes())) if "resource_tracker" not in line]
     left = {
-        "processes": [str(pid) for pid in session_processes()],
+        "processes": processes,
         "/dev/shm": sorted(set(os.listdir("/dev/shm")) - shared),
         "temporary files": sorted(os.listdir(temporary)),
     }

@@ -95,7 +95,7 @@ class SupervisingProcess:
         for name in left:
             shutil.rmtree(self._temporary / name, ignore_errors=True)
         output = (directory / "output").read_text(errors="replace") if (directory / "output").exists() else ""
-        outcomes = [_outcome(number, directory, answer) for number in range(ranks)]
+        outcomes = [_outcome(number, directory, answer) for number in range(ranks + options.get("spares", 0))]
         return Supervised(
             outcomes, directory, answer["code"], answer["cause"], output, seconds, left, answer.get("holdings", {})
         )

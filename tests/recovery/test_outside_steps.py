@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from tests.lightning.rigs import slot
 from tests.recovery.jobs import Worlds
 from tests.recovery.places import PLACES, Death
-from tests.recovery.whole_runs import Script, survives
+from tests.recovery.whole_runs import Script, survives, whole_script
 
 REPRESENTATIVE = [
     (0, "setup", 1),
@@ -63,6 +67,39 @@ def test_the_samples_of_a_replica_that_is_gone_are_evaluated_by_others(
     survives(world, Script(degrees, (death,), more=1), tmp_path, left)
 
 
+def _misses_the_end_of_the_set_up(script: Script, directory: str) -> dict[str, Any]:
+    """In slots 1 and 2 the loss of slot 3 interrupts what sets up the data of the sanity check; slot 0 is past it."""
+    from lightning.pytorch.loops import evaluation_loop
+
+    from lightning_ntp.comm import Interrupted, runtime
+
+    counts, reduce = evaluation_loop.has_len_all_ranks, dist.all_reduce
+
+    def counts_late(*args: Any, **kwargs: Any) -> bool:
+        evaluation_loop.has_len_all_ranks = counts
+        dist.all_reduce = reduce_late
+        return bool(counts(*args, **kwargs))
+
+    def reduce_late(*args: Any, **kwargs: Any) -> None:
+        dist.all_reduce = reduce
+        reduce(*args, **kwargs)  # all have entered it
+        current = runtime.current()
+        assert current is not None
+        while not current.interrupted:
+            time.sleep(0.001)
+        raise Interrupted("slot 3 was lost before the end of it was seen")
+
+    if slot() in (1, 2):
+        evaluation_loop.has_len_all_ranks = counts_late
+    return whole_script(script, directory)
+
+
+def test_a_loop_begins_again_in_all_replicas_wherever_they_set_up_its_data(world: Worlds, tmp_path: Path) -> None:
+    """A fit sets them up once, so who has done so does not make those operations again."""
+    script = Script((1, 2, 1), ((3, "sanity", 1),), more=1)
+    survives(world, script, tmp_path, (1, 2, 0), _misses_the_end_of_the_set_up)
+
+
 def _schedules() -> list[tuple[Death, ...]]:
     """Every slot at every place, up to four victims in a script, at most two of a replica."""
     rounds: list[tuple[Death, ...]] = []
@@ -70,13 +107,13 @@ def _schedules() -> list[tuple[Death, ...]]:
         victims: list[Death] = []
         for number, place in enumerate(PLACES):
             dead = [death[0] for death in victims]
-            slot = (5 * number + offset) % 8
+            victim = (5 * number + offset) % 8
             if place == "write":  # rank 0 does it
-                slot = min(set(range(8)) - set(dead))
-            if slot in dead or sum(d // 4 == slot // 4 for d in dead) == 2:
+                victim = min(set(range(8)) - set(dead))
+            if victim in dead or sum(d // 4 == victim // 4 for d in dead) == 2:
                 rounds.append(tuple(victims))
-                victims, slot = [], 0 if place == "write" else slot
-            victims.append((slot, place, 1))
+                victims, victim = [], 0 if place == "write" else victim
+            victims.append((victim, place, 1))
         rounds.append(tuple(victims))
     return rounds
 
@@ -85,6 +122,6 @@ def _schedules() -> list[tuple[Death, ...]]:
 @pytest.mark.parametrize("deaths", _schedules(), ids=lambda deaths: ",".join(f"{s}-{place}" for s, place, _ in deaths))
 def test_every_slot_at_every_place(world: Worlds, deaths: tuple[Death, ...], tmp_path: Path) -> None:
     degrees = [4, 4]
-    for slot, _, _ in deaths:
-        degrees[slot // 4] -= 1
+    for dead, _, _ in deaths:
+        degrees[dead // 4] -= 1
     survives(world, Script((4, 4), deaths), tmp_path, (degrees[0], degrees[1]))

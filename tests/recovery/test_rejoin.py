@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,11 @@ def returns(
     waits: tuple[int, ...],
     directory: Path,
     bound: float = EXACT,
+    there: set[int] | None = None,
     **options: Any,
 ) -> Supervised:
-    want = undisturbed(world, job, directory)
+    alone = {key: value for key, value in job.strategy.items() if key != "spares"}
+    want = undisturbed(world, replace(job, strategy=alone), directory)
     options = {"max_restarts": 20, "restart_backoff": timedelta(0), **options}
     got = supervising.run(
         sum(job.degrees), directory / "job", train_and_return, job, waits, str(directory / "job"), **options
@@ -49,13 +52,15 @@ def returns(
     assert got.code == 0, f"{got.cause}\n{got.output}\n{[o.stacks for o in got.outcomes]}"
     assert not got.left
     print(got.output)
-    assert {*got.survivors} == {*range(sum(job.degrees))}, got.output
+    assert {*got.survivors} == ({*range(sum(job.degrees))} if there is None else there), got.output
     first = got.first
     assert (first["rank"], first["world"], tuple(first["degrees"])) == (0, sum(job.degrees), job.degrees), got.output
     assert first["steps"] == want.first["steps"]
     assert_same(first["parameters"], want.first["parameters"], bound, "parameters")
     assert_same(first["optimizers"], want.first["optimizers"], bound, "optimizers")
     for number, found in got.survivors.items():
+        if number not in want.survivors:
+            continue  # a spare, which was of no replica before
         assert_same(found["losses"], want.survivors[number]["losses"], bound, f"losses of slot {number}")
         assert_same(found["logged"], want.survivors[number]["logged"], bound, f"logged in slot {number}")
     return got
@@ -74,3 +79,10 @@ def test_in_every_mode(supervising: SupervisingProcess, world: Worlds, mode: str
     step = 2 if "manual" in mode else 1  # both optimizers of a manual step count
     job = Job((2, 2), ((1, step, "backward"),), epochs=3, **MODES[mode])
     returns(supervising, world, job, (2 * step,), tmp_path, bound=BOUNDS.get(mode, EXACT))
+
+
+@pytest.mark.parametrize("slot", [3, *(pytest.param(s, marks=pytest.mark.chaos) for s in (0, 1, 2))])
+def test_a_spare_takes_the_place(supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path) -> None:
+    job = Job((2, 2), ((slot, 3, "backward"),), strategy={"spares": 1})
+    left = {0, 1, 2, 3, 4} - {slot}
+    returns(supervising, world, job, (2,), tmp_path, there=left, max_restarts=0, spares=1)
