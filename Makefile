@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Which tests to run, all of them if empty: make test TESTS=tests/test_cli.py
 TESTS ?=
 # What the demo trains: make demo DEMO_ARGUMENTS="--steps 50 --degrees 2 1"
-DEMO_ARGUMENTS ?= --degrees 4 3
+DEMO_ARGUMENTS ?= --degrees 4 4
 OUTPUT ?= outputs/gpt
 # How many random schedules of faults: make chaos SEEDS=500
 SEEDS ?= 60
@@ -16,7 +16,7 @@ SEEDS ?= 60
 
 help:
 	@echo "make install  the package with everything for development, into $(VENV)"
-	@echo "make demo     trains a small GPT on CPU at degrees (4, 3), kills a rank half-way; about two minutes"
+	@echo "make demo     trains a small GPT on CPU at degrees (4, 4), kills a rank and lets it come back; two minutes"
 	@echo "make test     every test, or those in TESTS=path"
 	@echo "make chaos    every slot at every point, long jobs and the like, then SEEDS=$(SEEDS) random schedules; over an hour"
 	@echo "make lint     ruff, formatting, types"

@@ -17,7 +17,7 @@ COMMANDS = [code.strip() for language, code in BLOCKS if language == "bash"]
 
 # The commands as written, in this environment, on little work: the numbers of steps and tests are the reader's choice.
 SMALL = {
-    "make demo": ["DEMO_ARGUMENTS=--steps 4 --degrees 2 1"],
+    "make demo": ["DEMO_ARGUMENTS=--steps 6 --degrees 2 1"],
     "make test": ["TESTS=tests/plan/test_layout.py"],
 }
 
@@ -71,6 +71,9 @@ def test_files_and_commands_that_are_named_exist() -> None:
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\((?!http)([^)]+)\)", prose):
         assert (ROOT / target).exists(), target
+    commands = set(re.findall(r"`lightning-ntp (\w+)", prose))
+    assert commands == {"plan", "drain", "restart"}
+    assert all((ROOT / f"lightning_ntp/{command}_command.py").exists() for command in commands)
     config = yaml.safe_load((ROOT / "examples/gpt/config.yaml").read_text())
     assert config["trainer"]["strategy"]["class_path"] == "lightning_ntp.NTPStrategy"
     assert "python -m lightning_ntp fit --config examples/gpt/config.yaml" in README

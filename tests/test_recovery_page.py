@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import shlex
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
 
-from lightning_ntp import cli
+from lightning_ntp import NTPStrategy, cli
+from lightning_ntp.engine import Change, describe
+from lightning_ntp.launch import REFUSED
 from lightning_ntp.lightning.callbacks.fault_schedule import PHASES
+from lightning_ntp.plan import Topology
 from tests.lightning.rigs import Regression, Worlds, loader, make_trainer
 
 ROOT = Path(__file__).parents[1]
@@ -37,7 +44,7 @@ def names(word: str) -> dict[str, Any]:
 
 def test_every_block_is_run_by_a_test_here() -> None:
     languages = [language for language, _ in BLOCKS]
-    assert languages == ["python", "python", "python", "bash", "python", "python", "python", "yaml"]
+    assert languages == [*["python"] * 4, "yaml", "bash", "python", "python", "python", "yaml"]
 
 
 def test_the_settings_are_those_of_the_strategy() -> None:
@@ -65,6 +72,32 @@ def test_the_plan_command_prints_what_the_page_says(
     assert "slot 4 -> slot " in printed and "free while shards move" in printed
 
 
+def test_restarts_are_as_the_page_sets_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That ranks come back is tested by tests/recovery/test_rejoin.py."""
+    told = names("max_restarts=3")["strategy"]._supervision
+    assert (told["max_restarts"], told["restart_backoff"]) == (3, timedelta(seconds=10))
+    command = tmp_path / "nvidia-smi"
+    command.write_text('#!/bin/sh\nexit "$2"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert [told["may_restart"](slot) for slot in (0, 1)] == [True, False]
+
+
+def test_restarts_are_set_in_yaml_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_checks.py").write_text("def device_is_fit(slot):\n    return True\n")
+    strategy: Any = made_of("my_checks", tmp_path, monkeypatch).strategy
+    assert (strategy.degrees, strategy._supervision["max_restarts"]) == ((4, 3), 3)
+    assert strategy._supervision["restart_backoff"] == timedelta(seconds=10)
+    assert strategy._supervision["may_restart"].__module__ == "my_checks"
+
+
+def test_the_log_says_of_an_arrival_what_the_page_shows() -> None:
+    full = Topology.start((4, 4))
+    seconds = {"prepare": 0.2803, "travel": 0.0514, "wait": 0.0, "switch": 0.1520}
+    arrival = Change(full.lose([7])[0], full, (), 116, 637_056, (4, 5, 6), seconds, planned=True)
+    assert describe(arrival) in PAGE
+
+
 def train(output: str) -> dict[str, Any]:
     curriculum, average = names("class Curriculum")["Curriculum"](), names("class Average")["Average"]()
     injector, sampler = names("certain =")["certain"], names("class Sampler")["Sampler"]()
@@ -85,7 +118,7 @@ def test_the_hooks_of_the_page_see_a_loss_and_count_right(world: Worlds, tmp_pat
     assert [outcome.state for outcome in outcomes] == ["returned", "died", "returned"], outcomes
     for outcome in outcomes[::2]:
         assert outcome.value == {"shown": STEPS, "losses": STEPS, "degrees": (1, 1)}
-        assert "slots (1,) lost, degrees (2, 1) -> (1, 1)" in outcome.output
+        assert "slots (1,) lost, () back, degrees (1, 1)" in outcome.output
     saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     shapes = {name: values["average"].shape for name, values in saved["averages"].items()}
     assert shapes == {name: value.shape for name, value in saved["state_dict"].items()}
@@ -97,25 +130,41 @@ def test_the_random_faults_are_kills_anywhere_in_a_step() -> None:
     assert all(f"`{phase}`" in PAGE for phase in PHASES)
 
 
+def made_of(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pl.Trainer:
+    """The trainer of the example's configuration, changed by the YAML block that has this word in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(ROOT), *sys.path])
+    monkeypatch.setattr(sys, "argv", ["lightning-ntp"])
+    example = yaml.safe_load((ROOT / "examples/gpt/config.yaml").read_text())
+    example["trainer"] |= yaml.safe_load(code(word))["trainer"]
+    Path("config.yaml").write_text(yaml.safe_dump(example))
+    trainer: pl.Trainer = cli.build(["--config", "config.yaml"], run=False).trainer
+    return trainer
+
+
 def test_the_yaml_makes_the_same_injector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning_ntp.callbacks import FaultInjector
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["lightning-ntp"])
-    example = yaml.safe_load((ROOT / "examples/gpt/config.yaml").read_text())
-    example["trainer"] |= yaml.safe_load(code("class_path"))["trainer"]
-    Path("config.yaml").write_text(yaml.safe_dump(example))
-    monkeypatch.syspath_prepend(str(ROOT))
-    made = cli.build(["--config", "config.yaml"], run=False)
-    (injector,) = [c for c in made.trainer.callbacks if isinstance(c, FaultInjector)]  # type: ignore[attr-defined]
+    trainer: Any = made_of("  callbacks:", tmp_path, monkeypatch)
+    (injector,) = [callback for callback in trainer.callbacks if isinstance(callback, FaultInjector)]
     assert injector.faults == names("certain =")["certain"].faults
 
 
 def test_what_the_page_names_exists() -> None:
-    from lightning_ntp.engine.recovery import Change
-
+    headings = ["#" + title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", PAGE, flags=re.MULTILINE)]
     for target in re.findall(r"\]\((?!http)([^)]+)\)", PAGE):
-        assert (ROOT / "docs" / target).exists(), target
-    for field in ("before", "after", "lost", "step", "moved_bytes", "sources", "seconds"):
-        assert f"`{field}`" in PAGE and field in Change.__dataclass_fields__
+        assert target in headings or (ROOT / "docs" / target).exists(), target
+    for field in (
+        "before",
+        "after",
+        "lost",
+        "joined",
+        "left",
+        "step",
+        "gone_back",
+        "moved_bytes",
+        "sources",
+        "seconds",
+    ):
+        assert f"`{field}`" in PAGE and (field in Change.__dataclass_fields__ or hasattr(Change, field))
+    assert f"exit code {REFUSED}" in PAGE and inspect.signature(NTPStrategy).parameters["max_restarts"].default == 0

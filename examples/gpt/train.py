@@ -1,9 +1,9 @@
-"""Train a small GPT with nonuniform tensor parallelism: ``python examples/gpt/train.py --degrees 4 3``.
+"""Train a small GPT with nonuniform tensor parallelism: ``python examples/gpt/train.py --degrees 4 4``.
 
-The second replica of that job has three devices where the first has four. Half-way through, the last device of the
-first replica is killed in the middle of a step, and the job goes on without it; ``--no-fault`` leaves it alive.
-Without ``--degrees`` the strategy takes all devices it finds, and nobody is killed; ``--strategy auto --devices 1``
-trains the same model in one process.
+That job has two replicas of four devices. After a third of its steps one device is killed in the middle of a step: its
+replica goes on with three, until the device is started again and joins beside a step. ``--no-fault`` leaves it alive.
+Replicas may also differ from the start: ``--degrees 4 3``. Without ``--degrees`` the strategy takes all devices it
+finds, and nobody is killed; ``--strategy auto --devices 1`` trains the same model in one process.
 """
 
 import argparse
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="samples per replica")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--no-fault", action="store_true", help="kill nobody")
+    parser.add_argument("--restart-after", type=float, default=5.0, metavar="SECONDS", help="of who was killed")
     parser.add_argument("--output", type=Path, default=Path("outputs/gpt"))
     args = parser.parse_args()
 
@@ -43,9 +44,13 @@ def main() -> None:
     report = Report(data)
     faults = []
     if len(args.degrees or ()) > 1 and not args.no_fault:  # with one replica nobody else has what is lost
-        faults = [Fault("kill", slot=args.degrees[0] - 1, step=args.steps // 2, phase="backward")]
+        largest = max(range(len(args.degrees)), key=lambda replica: (args.degrees[replica], replica))
+        faults = [Fault("kill", slot=sum(args.degrees[: largest + 1]) - 1, step=args.steps // 3, phase="backward")]
+    strategy = args.strategy
+    if args.degrees:
+        strategy = NTPStrategy(degrees=args.degrees, max_restarts=3, restart_backoff=args.restart_after)
     trainer = pl.Trainer(
-        strategy=NTPStrategy(degrees=args.degrees) if args.degrees else args.strategy,
+        strategy=strategy,
         accelerator=args.accelerator,
         devices=sum(args.degrees) if args.degrees else args.devices,
         max_steps=args.steps,

@@ -38,7 +38,7 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_ntp
-from lightning_ntp.lightning import metric_states, private, private_loops
+from lightning_ntp.lightning import calls, metric_states, private, private_fetching, private_loops
 
 PACKAGE = Path(lightning_ntp.__file__).parent
 
@@ -350,6 +350,25 @@ def test_loops_keep_where_they_are_in_trackers_and_plain_attributes() -> None:
     assert "self.trainer._last_val_time=now" in source(evaluation._EvaluationLoop.on_run_end)
 
 
+def test_every_training_batch_is_taken_from_the_fetcher_that_the_epoch_loop_is_given() -> None:
+    fit, evaluation = (importlib.import_module(f"lightning.pytorch.loops.{n}_loop") for n in ("fit", "evaluation"))
+    assert source(fit._FitLoop.advance).count("self.epoch_loop.run(self._data_fetcher)") == 1
+    assert parameters(_TrainingEpochLoop.run) == ["self", "data_fetcher"]
+    code = source(_TrainingEpochLoop.advance)
+    taken = "batch,_,__=next(data_fetcher)"
+    assert code.count(taken) == 1 and code.count("next(data_fetcher)") == 2  # the other is for a dataloader_iter
+    assert code.index(taken) < code.index("self.batch_progress.is_last_batch=data_fetcher.done")
+    assert 'trainer,"on_train_batch_start"' in code[code.index(taken) :]
+    assert parameters(_TrainingEpochLoop._should_accumulate) == ["self"]
+    # what a newcomer does by itself: the epoch of its sampler, validation data or not, and the way out
+    assert "_set_sampler_epoch(dl,self.epoch_progress.current.processed)" in source(fit._FitLoop.on_advance_start)
+    assert "trainer.val_dataloadersisNone" in source(fit._FitLoop.on_run_start)
+    assert "self.setup_data()" in source(evaluation._EvaluationLoop)
+    assert pl.Trainer(accelerator="cpu", logger=False).fit_loop._combined_loader is None
+    assert isinstance(private_fetching.leave_fit(), Exception) and private.is_tuner_exit(private_fetching.leave_fit())
+    assert pl.Trainer._fit_impl.__name__ == calls._FIT and "self._fit_impl," in source(pl.Trainer.fit)
+
+
 def test_an_entry_of_what_is_logged_is_made_as_we_make_it() -> None:
     code = source(_ResultCollection.log)
     assert (
@@ -465,22 +484,28 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_results",
         "_seen_batches_per_dataloader",
     },
+    "private_fetching.py": {"_DataFetcher", "_TunerExitException", "_combined_loader", "_should_accumulate"},
     "strategy.py": {
         "_device_mesh",
         "_trainer",
         "_ntp_sharded",  # our own mark on the module
     },
+    "arrivals.py": set(),
     "averaging.py": set(),
+    "calls.py": set(),
     "checkpoint.py": set(),
     "data.py": set(),
     "environment.py": set(),
+    "identity.py": set(),
     "joined_state.py": set(),
+    "joining.py": set(),
     "mesh.py": set(),
     "metrics.py": set(),
     "model_plan.py": set(),
     "optimizers.py": set(),
     "rebinding.py": set(),
     "state_schema.py": set(),
+    "told.py": set(),
 }
 """What each file touches."""
 
