@@ -76,7 +76,17 @@ class MetricRecorder:
         return copy
 
 
-_COUNTS = ("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync")
+# the dtype that values are brought to before they are added: it may change after the first update
+_COUNTS = (
+    "_dtype",
+    "_update_count",
+    "_computed",
+    "_forward_cache",
+    "_cache",
+    "_is_synced",
+    "_to_sync",
+    "_should_unsync",
+)
 # made by whoever makes the metric
 _OF_METRICS = frozenset(vars(nn.Module())) | {"_defaults", "_persistent", "_reductions", "_device", *_OF_THE_GENERATION}
 _PLAIN = (bool, int, float, str, list, dict, tuple, Tensor, type(None))

@@ -71,6 +71,14 @@ def test_a_slot_comes_back(supervising: SupervisingProcess, world: Worlds, slot:
     returns(supervising, world, Job((2, 2), ((slot, 1, "backward"),)), (3,), tmp_path)
 
 
+@pytest.mark.parametrize("slot", [2, *(pytest.param(s, marks=pytest.mark.chaos) for s in (0, 1, 3))])
+def test_it_comes_back_in_the_middle_of_an_epoch(
+    supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path
+) -> None:
+    """Metrics of the epoch have begun, and its dataloader is not in position."""
+    returns(supervising, world, Job((2, 2), ((slot, 0, "backward"),)), (1,), tmp_path)
+
+
 IN_TEST = ("accumulation",)
 
 
