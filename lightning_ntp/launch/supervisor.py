@@ -227,6 +227,8 @@ class Supervisor:
             if recovers and not ready and now < next_look:
                 continue
             next_look = now + _TICK
+            if recovers:
+                self._deaths.end_dismissed()
             if recovers and self._heartbeat is not None and not self._told_to_end:
                 self._end_if_stuck(self._heartbeat.look(), now)
             for slot in set(range(self.ranks)) - set(self._codes) - set(self._reports):
