@@ -220,7 +220,7 @@ class Generation:
         ranks, own = list(range(len(slots))), slots.index(self.slot)
         plain = build_group(self._backend, name, store, ranks, own, self._timeout, self.device)
         group = InterruptibleGroup(plain, life, name, is_sliced(self._backend), self._timeout)
-        self._show(group, name)
+        group.mark = progress.current().group(name)  # its members may be of other generations
         # torch looks there for what to say of a collective that fails; all entries go with the generation
         c10d._world.pg_map[group] = (dist.Backend(self._backend), store)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,9 +14,17 @@ from typing import Any
 from lightning_ntp.comm.interruption import Interrupted, JobLost, Life
 from lightning_ntp.comm.store import StoreGuard, StoreLostError
 from lightning_ntp.launch import progress
-from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, entry_key, left_key, released_key
+from lightning_ntp.launch.log import (
+    FINISHED,
+    RECOVERABLE,
+    Log,
+    dismissed_key,
+    entry_key,
+    left_key,
+    released_key,
+)
 from lightning_ntp.launch.obituary import expect_deaths
-from lightning_ntp.plan import Entry, Roster, Topology
+from lightning_ntp.plan import Entry, Join, Roster, Topology
 
 _FOREVER = timedelta(hours=1)
 _ECHO_SECONDS = 10.0
@@ -63,6 +71,7 @@ class Membership:
         self._lock = threading.Lock()
         self._on_interrupt = on_interrupt
         self._life: Life | None = None
+        self._arrival: tuple[Life, Sequence[Join]] | None = None
         self._left = False
         self._followed = guard.client()
         self._thread = threading.Thread(target=self._follow, name="ntp-membership", daemon=True)
@@ -111,10 +120,19 @@ class Membership:
     def watch(self, life: Life) -> None:
         """Interrupt ``life`` when its generation is over; at once, if it is already."""
         with self.changed:
-            self._life = life
+            self._life, self._arrival = life, None
             over = self.roster.broken > life.number
         if over:
             self._interrupt()
+
+    def watch_arrival(self, life: Life, joins: Sequence[Join]) -> None:
+        """Interrupt ``life`` when the current generation is over, or when one of those who are to join is gone."""
+        with self.changed:
+            self._arrival = life, joins
+            present = self._life
+            if present is not None and present.interrupted:
+                life.interrupt(present.reason)
+        self._end_arrival()
 
     def rebase(self, topology: Topology) -> None:
         """Give the live slots other places. Every member must do so between the same two rounds."""
@@ -148,6 +166,29 @@ class Membership:
             with self.changed:
                 self._wait_for(lambda: life.interrupted or life.retired, _ECHO_SECONDS)
         return Interrupted(f"a collective was interrupted: {life.reason or error}")
+
+    def explain_arrival(self, joins: Sequence[Join], life: Life, error: RuntimeError) -> Interrupted:
+        """As :meth:`explain`, for what only prepares for newcomers: if nobody is gone, it is they who are at fault."""
+        with self.changed:
+            self._wait_for(lambda: life.interrupted, _PATIENCE_SECONDS)
+        if not life.interrupted:
+            self.dismiss(joins, str(error))
+            with self.changed:
+                self._wait_for(lambda: life.interrupted, _ECHO_SECONDS)
+        return Interrupted(f"a planned change was interrupted: {life.reason or error}")
+
+    def explain_to_newcomer(self, life: Life, error: RuntimeError) -> RuntimeError:
+        """As :meth:`explain`, in a process that is no member yet: it has nobody to ask for another generation."""
+        with self.changed:
+            self._wait_for(lambda: life.interrupted, _PATIENCE_SECONDS)
+        return Interrupted(f"a planned change was interrupted: {life.reason}") if life.interrupted else error
+
+    def dismiss(self, joins: Sequence[Join], why: str) -> None:
+        """Do not let these processes in, which stand by: they are no members from here on, and end."""
+        reason = why.splitlines()[0][:200] if why else "it did not come"
+        for join in joins:
+            self.post(dismissed_key(join.uid), reason)
+            self.append(Entry("left", join.slot, join.uid, reason, at=time.monotonic()))
 
     def retry(self, generation: int, why: str) -> None:
         """Ask for a new generation with the same members."""
@@ -359,6 +400,7 @@ class Membership:
             self.changed.notify_all()
         if over:
             self._interrupt()
+        self._end_arrival()
         return entry.kind == "left" and entry.uid == self.uid
 
     def _interrupt(self) -> None:
@@ -369,6 +411,20 @@ class Membership:
             life.interrupt(describe_end(self.roster))
             self.changed.notify_all()
         self._on_interrupt(life)
+
+    def _end_arrival(self) -> None:
+        with self.changed:
+            if self._arrival is None:
+                return
+            (arrival, joins), roster, present = self._arrival, self.roster, self._life
+            joined = all(roster.members.get(join.slot) == join.uid for join in joins)
+            if present is not None and present.interrupted:
+                arrival.interrupt(present.reason)
+            elif not joined and not roster.stand_by(joins):
+                arrival.interrupt("a newcomer is gone")
+            if arrival.interrupted or joined:
+                self._arrival = None
+            self.changed.notify_all()
 
 
 def describe_end(roster: Roster) -> str:

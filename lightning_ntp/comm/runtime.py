@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from lightning_ntp.plan.membership import Departure
 
 _LAST_SECONDS = 30.0
 """For threads in C++ to come back at the end: a connection that is being made takes up to 10 s."""
+_TICK = 0.005
+"""Seconds between looks at the store, beside the work."""
 _SPARE_CONNECTIONS = 2
 """To the store: for the next generation, and for the one after if a peer dies while that is built."""
 
@@ -103,15 +106,14 @@ class Preparation:
         life = self._life
         if self._ready:
             return
-        membership = self._runtime.membership
         try:
-            done = self._construction.wait(lambda: life.interrupted or not membership.roster.stand_by(self.joins))
+            done = self._construction.wait(lambda: life.interrupted)
         except RuntimeError as error:
             if isinstance(error, Interrupted):
                 raise
             raise life.explain(error) from error
         if done is None:
-            raise Interrupted(f"a planned change was interrupted: {life.reason or 'a newcomer is gone'}")
+            raise Interrupted(f"a planned change was interrupted: {life.reason}")
         self._ready = True
 
     def take(self) -> Generation | None:
@@ -137,6 +139,7 @@ class Preparation:
     def _run(self) -> bool:
         runtime, present = self._runtime, self._present
         with progress.current().beside():
+            self._wait_for_newcomers()
             self._group = present.make_group(f"{self.name}/travel", self._slots, self._life)
             if runtime.slot in self._after.slots:
                 generation = runtime._generation(self.name, self._after, self._life.number)
@@ -151,6 +154,15 @@ class Preparation:
                     return False
             self._work(self._group)
         return True
+
+    def _wait_for_newcomers(self) -> None:
+        """Until all who join are ready to connect: they have to make room first."""
+        missing = {join.slot for join in self.joins}
+        while missing:
+            missing = {slot for slot in missing if self._runtime.membership.find(_ready(self.name, slot)) is None}
+            if self._dropped or self._life.interrupted:
+                raise Interrupted(f"a planned change was interrupted: {self._life.reason}")
+            time.sleep(_TICK if missing else 0.0)
 
 
 class Runtime:
@@ -373,8 +385,12 @@ class Runtime:
         # one that was dropped has left its addresses in the store
         present.preparations += 1
         name = f"{present.name}.planned.{present.preparations}"
-        slots = sorted({*present.topology.slots, *after.slots})
-        return Preparation(self, name, after, slots, present.life, work, joins)
+        slots, life = sorted({*present.topology.slots, *after.slots}), present.life
+        if joins:
+            # it may end alone, and the present generation goes on
+            life = Life(life.number, partial(self.membership.explain_arrival, joins))
+            self.membership.watch_arrival(life, joins)
+        return Preparation(self, name, after, slots, life, work, joins)
 
     def prepare_to_join(
         self, name: str, number: int, before: Topology, after: Topology, work: Callable[[dist.ProcessGroup], None]
@@ -388,8 +404,9 @@ class Runtime:
             after: The topology to come.
             work: As in :meth:`prepare`.
         """
-        life = Life(number, self.membership.explain)
+        life = Life(number, self.membership.explain_to_newcomer)
         self.membership.watch(life)
+        self.membership.post(_ready(name, self.slot), "")
         return Preparation(self, name, after, sorted({*before.slots, *after.slots}), life, work, ())
 
     def let_go(self, prepared: Preparation) -> None:
@@ -463,6 +480,11 @@ class Runtime:
 
         # closing takes 10 ms a group; the membership thread must go on reading
         background.run("ntp-abort", close)
+
+
+def _ready(name: str, slot: int) -> str:
+    """Where a newcomer says that it is about to connect to the members for a planned change."""
+    return f"ready/{name}/{slot}"
 
 
 _current: Runtime | None = None

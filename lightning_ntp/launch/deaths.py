@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_ntp.launch.console import say
 from lightning_ntp.launch.exits import ExitWatch
-from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, left_key, released_key
+from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, dismissed_key, left_key, released_key
 from lightning_ntp.launch.obituary import announce_death
 
 LOOK_SECONDS = 0.006
@@ -59,8 +59,13 @@ class Deaths:
 
     @property
     def watched(self) -> list[int]:
-        """Slots of processes that live and shall go on living."""
-        return sorted(self._living - self._condemned.keys())
+        """Slots of members that live and shall go on living."""
+        return sorted(slot for slot in self._living - self._condemned.keys() if slot not in self._newcomers)
+
+    @property
+    def arriving(self) -> list[int]:
+        """Slots of newcomers that live and shall go on living."""
+        return sorted(slot for slot in self._living - self._condemned.keys() if slot in self._newcomers)
 
     def pid(self, slot: int) -> int | None:
         """Of a process that lives."""
@@ -102,6 +107,13 @@ class Deaths:
     def was_released(self, slot: int) -> bool:
         """Whether it has left only because the others had no place for it."""
         return self.expected and self._store.check([released_key(self._uids[slot])])
+
+    def end_dismissed(self) -> None:
+        """Kill newcomers that the members could not wait for: they may hang, and another one may do better."""
+        for slot in self.arriving if self.expected else ():
+            key = dismissed_key(self._uids[slot])
+            if self._store.check([key]):
+                self.kill(slot, f"the others have waited for it in vain: {self._store.get(key).decode()}")
 
     def replaced(self, slot: int) -> None:
         """The process in a slot has ended, and there will be another one."""

@@ -13,6 +13,8 @@ from lightning_ntp.launch.progress import EVERYBODY, IN_WORDS, NOT_WAITING, WAIT
 
 _TIMES_LONGEST = 5.0
 """So many times the longest silence that came to a good end may the next one last."""
+_TIMES_ARRIVAL = 2.0
+"""So many heartbeats may all members wait while somebody is about to join."""
 _TIMES_FIRST = 10.0
 """So many heartbeats may the first work of its kind be silent: it may have to be compiled."""
 _PAUSE_SECONDS = 2.0
@@ -64,13 +66,20 @@ class Hangs:
             return max(_TIMES_FIRST * self.heartbeat, _TIMES_LONGEST * self._longest.get(tag, 0.0))
         return max(self.heartbeat, _TIMES_LONGEST * self._longest.get(tag, 0.0))
 
-    def look(self, now: float, samples: Mapping[int, Sample], stopped: Set[int] = frozenset()) -> Verdict:
+    def look(
+        self,
+        now: float,
+        samples: Mapping[int, Sample],
+        stopped: Set[int] = frozenset(),
+        newcomers: Set[int] = frozenset(),
+    ) -> Verdict:
         """Look at all ranks that live, several times per heartbeat.
 
         Args:
             now: Seconds.
             samples: What they show, by slot.
             stopped: Slots whose process is stopped.
+            newcomers: Slots that are about to join: they may be blamed, and do not break a deadlock.
         """
         late = self._last_look is not None and now - self._last_look > _PAUSE_SECONDS
         self._last_look = now
@@ -81,12 +90,17 @@ class Hangs:
         self._take_in(now, samples)
         blamed = self._stopped_too_long(now, samples, stopped, others_left)
         running = {slot: sample for slot, sample in samples.items() if slot not in stopped}
+        members = {slot: sample for slot, sample in samples.items() if slot not in newcomers}
         if not blamed and now >= self._next_blame:
             # one at a time: if many stall for one reason, the others may come back meanwhile
             blamed = self._silent_too_long(now, running, samples)
             if blamed:
                 self._next_blame = now + self.heartbeat
-        return Verdict(blamed, "" if blamed else self._deadlock(now, running, samples))
+        if not blamed and newcomers and self._all_wait(now, running, members, _TIMES_ARRIVAL * self.heartbeat):
+            seconds = now - self._last_step
+            why = f"hung: all others have waited for {seconds:.1f} s while it was about to join them"
+            blamed = dict.fromkeys(newcomers & running.keys(), why)
+        return Verdict(blamed, "" if blamed else self._deadlock(now, running, members))
 
     def _forget_clocks(self, now: float) -> None:
         self._stopped.clear()
@@ -166,16 +180,21 @@ class Hangs:
         }
 
     def _deadlock(self, now: float, running: Mapping[int, Sample], samples: Mapping[int, Sample]) -> str:
-        limit = _TIMES_FIRST * self.heartbeat
-        if len(samples) < 2 or len(running) < len(samples) or now - self._last_step < limit:
-            return ""
-        if not all(s.waiting or s.blind and _is_ahead(slot, s, samples) for slot, s in samples.items()):
+        if len(samples) < 2 or not self._all_wait(now, running, samples, _TIMES_FIRST * self.heartbeat):
             return ""
         where = sorted({IN_WORDS[sample.tag] for sample in samples.values()})
         return (
             f"all {len(samples)} ranks wait for each other for {now - self._last_step:.0f} s ({', '.join(where)}): they"
             " have entered different collectives, so nobody can be blamed"
         )
+
+    def _all_wait(
+        self, now: float, running: Mapping[int, Sample], samples: Mapping[int, Sample], seconds: float
+    ) -> bool:
+        """Whether all of them have waited for each other for so long."""
+        if not samples.keys() <= running.keys() or now - self._last_step < seconds:
+            return False
+        return all(s.waiting or s.blind and _is_ahead(slot, s, samples) for slot, s in samples.items())
 
 
 def _is_excused(slot: int, sample: Sample, samples: Mapping[int, Sample]) -> bool:

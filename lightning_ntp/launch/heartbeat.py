@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Container
+from collections.abc import Iterable, Set
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,27 +38,26 @@ class Heartbeat:
         heartbeat: How long a rank may show none.
         deaths: Kills and declares.
         job: Unique, for dumps of a run whose directory is not known.
-        newcomers: For whom nobody waits while they set up.
     """
 
-    def __init__(
-        self, job_dir: Path, heartbeat: timedelta, deaths: Deaths, job: str, newcomers: Container[int] = ()
-    ) -> None:
-        self._job_dir, self._deaths, self._job, self._newcomers = job_dir, deaths, job, newcomers
+    def __init__(self, job_dir: Path, heartbeat: timedelta, deaths: Deaths, job: str) -> None:
+        self._job_dir, self._deaths, self._job = job_dir, deaths, job
         self._hangs = Hangs(heartbeat.total_seconds())
+        self._limit = heartbeat.total_seconds()
+        self._stopped_newcomers: dict[int, float] = {}
         self._readers: dict[int, ProgressReader] = {}
         self._copies: list[threading.Thread] = []
 
     def look(self) -> str:
         """Look once; kill who hangs. Returns why nobody can go on, if so: then the job must end."""
-        samples: dict[int, Sample] = {}
-        for slot in self._deaths.watched:
-            reader = self._readers.setdefault(slot, ProgressReader(self._job_dir, slot))
-            sample = reader.read()
-            if sample is not None and not (sample.tag is Tag.SETUP and slot in self._newcomers):
-                samples[slot] = sample
-        stopped = self._deaths.stopped()
-        verdict = self._hangs.look(time.monotonic(), samples, stopped)
+        now, stopped = time.monotonic(), self._deaths.stopped()
+        members = self._read(self._deaths.watched)
+        # nobody needs a newcomer before it takes part
+        arriving = self._read(self._deaths.arriving)
+        newcomers = {slot: sample for slot, sample in arriving.items() if sample.tag is not Tag.SETUP}
+        samples = {**members, **newcomers}
+        verdict = self._hangs.look(now, samples, stopped, newcomers.keys())
+        self._end_stopped_newcomers(now, stopped)
         for slot, why in verdict.blamed.items():
             stack = self._keep_stacks(slot, samples[slot], slot in stopped)
             self._deaths.kill(slot, f"{why} ({stack})")
@@ -66,6 +65,26 @@ class Heartbeat:
             return ""
         stacks = [f"slot {slot}: {self._keep_stacks(slot, samples[slot], False)}" for slot in sorted(samples)]
         return f"{verdict.deadlock} ({'; '.join(stacks)})"
+
+    def _read(self, slots: Iterable[int]) -> dict[int, Sample]:
+        """What they show, of those that show something."""
+        samples = {}
+        for slot in slots:
+            sample = self._readers.setdefault(slot, ProgressReader(self._job_dir, slot)).read()
+            if sample is not None:
+                samples[slot] = sample
+        return samples
+
+    def _end_stopped_newcomers(self, now: float, stopped: Set[int]) -> None:
+        """The next one may come: nobody waits for them, so they would stay for ever."""
+        if {*self._deaths.watched} <= stopped:  # the job is paused
+            self._stopped_newcomers.clear()
+            return
+        since = {slot: self._stopped_newcomers.get(slot, now) for slot in self._deaths.arriving if slot in stopped}
+        self._stopped_newcomers = since
+        for slot, when in since.items():
+            if now - when >= self._limit:
+                self._deaths.kill(slot, f"hung: its process is stopped (SIGSTOP) since {now - when:.1f} s")
 
     def forget(self, slot: int) -> None:
         """The process in a slot has ended, and another one will show its own progress."""

@@ -36,6 +36,11 @@ def released_key(uid: str) -> str:
     return f"released/{uid}"
 
 
+def dismissed_key(uid: str) -> str:
+    """Key that a member sets when a process that was to join did not do its part; its value says what happened."""
+    return f"dismissed/{uid}"
+
+
 class KeyValueStore(Protocol):
     """The part of torch's ``Store`` that the log needs."""
 

@@ -203,6 +203,19 @@ class Progress:
                 self.end_wait()
 
     @contextlib.contextmanager
+    def polling(self) -> Iterator[Callable[[], None]]:
+        """A visible wait for the others that looks for something again and again: call what it gives at every look."""
+
+        def waits() -> None:
+            self._words[_WAITS_FOR], self._words[_WAITING] = EVERYBODY, WAITING
+            self.tick()
+
+        try:
+            yield waits
+        finally:
+            self.end_wait()
+
+    @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """In a thread that works beside the rank's own: what it does is no progress of the rank."""
         me = threading.get_ident()

@@ -185,7 +185,7 @@ class Supervisor:
             self.store, self._uids, lambda slot, how: self._cause_of_death(slot, how, job_dir), self._newcomers
         )
         if self._heartbeat_limit is not None:
-            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job, self._newcomers)
+            self._heartbeat = Heartbeat(job_dir, self._heartbeat_limit, self._deaths, self.job)
         for slot in range(self._members):
             self._start(server, job_dir, slot)
         for slot in range(self._members, self.ranks):
@@ -237,6 +237,8 @@ class Supervisor:
             if recovers and not ready and now < next_look:
                 continue
             next_look = now + _TICK
+            if recovers:
+                self._deaths.end_dismissed()
             if recovers and self._heartbeat is not None and not self._told_to_end:
                 self._end_if_stuck(self._heartbeat.look(), now)
             for slot in set(range(self.ranks)) - set(self._codes) - set(self._reports):

@@ -185,11 +185,14 @@ class Arrivals:
         replica = self._newcomer.replica
         found = self._shared().share(batch_idx, self._runtime.launched, replica)
         if found is None:
-            raise RuntimeError(
+            why = (
                 f"nobody is left in replica {replica} whose dataloader is in position, and its batches cannot be"
                 " fetched by number: that takes a single DataLoader over a map-style dataset with the sampler that the"
                 " Trainer has put in"
             )
+            if self._runtime.generation.topology.live_replicas != (replica,):
+                self._survival.leave(why)  # the replica is lost, as it would be without newcomers
+            raise RuntimeError(why)
         return found[0]
 
     def _can_fetch(self) -> bool:

@@ -111,6 +111,7 @@ class Newcomer:
         return fetched
 
     def _wait_for_invitation(self) -> Invitation:
+        progress.current().back_to(Tag.SETUP)  # nobody waits for this rank
         if not self._stands_by:
             self._check_job_is_ours()
             self._stands_by = True
@@ -120,6 +121,7 @@ class Newcomer:
         while True:
             found = self._runtime.membership.find(key)
             if found is not None:
+                progress.current().back_to(Tag.STEP)  # from here on the members may
                 invitation: Invitation = pickle.loads(found)  # from the job's own store
                 return invitation
             self._check_job()
@@ -146,14 +148,17 @@ class Newcomer:
             batches = [pickle.loads(self._given(invitation, f"batch/{number}")) for number in numbers]
             results = [self._given(invitation, f"after/{number}") for number in numbers[:-1]] if self._automatic else []
             entry.switch()
-        except Interrupted:
+        except (Interrupted, TooLate) as error:
             if entry is not None:
                 entry.drop()
+            if isinstance(error, TooLate):
+                raise
             progress.current().back_to(Tag.SETUP)
             return
         except CannotJoin as error:
             self.refuse(str(error))
         report_alone(False)
+        progress.current().back_to(Tag.BETWEEN)
         self._entry, self._outcome = entry, outcome
         self._joined = tuple(join.slot for join in invitation.joins)
         self._batches, self._results = deque(batches), deque([*results, outcome.state])
@@ -181,6 +186,7 @@ class Newcomer:
             if max(roster.change, roster.commit) > invitation.number:
                 raise Interrupted("the members have changed")
             self._check_job()
+            progress.current().tick()
             time.sleep(_TICK)
 
     def _check_job(self) -> None:
@@ -254,18 +260,19 @@ class Newcomer:
             recover: Called if the membership changes meanwhile.
         """
         membership = self._runtime.membership
-        while True:
-            if self._runtime.interrupted:
-                recover(Interrupted("a newcomer's wait for its batch was interrupted"))
-            topology, replica = self._engine.layout, self._runtime.generation.replica
-            if joining.giver(topology, replica) < 0:
-                return Fetched(number, (self._fetch(batch_idx), batch_idx, 0), False)
-            found = membership.find(Keys.batch(replica, number))
-            if found is not None:
-                fetched: Fetched = pickle.loads(found)  # from the job's own store
-                return fetched
-            progress.current().beat()
-            time.sleep(_TICK / 5)
+        with progress.current().polling() as waits:
+            while True:
+                if self._runtime.interrupted:
+                    recover(Interrupted("a newcomer's wait for its batch was interrupted"))
+                topology, replica = self._engine.layout, self._runtime.generation.replica
+                if joining.giver(topology, replica) < 0:
+                    return Fetched(number, (self._fetch(batch_idx), batch_idx, 0), False)
+                found = membership.find(Keys.batch(replica, number))
+                if found is not None:
+                    fetched: Fetched = pickle.loads(found)  # from the job's own store
+                    return fetched
+                waits()
+                time.sleep(_TICK / 5)
 
     # ---- ends -------------------------------------------------------------------------------------------------
 
@@ -282,6 +289,9 @@ class Newcomer:
         self._end(0, why)
 
     def _end(self, code: int, reason: str) -> NoReturn:
+        if self._runtime.membership.is_member:
+            runtime.shutdown(reason, others_go_on=True)
+            code = 0  # as whoever leaves the others: any other would be the job's
         runtime.shutdown(reason)
         sys.stdout.flush()
         sys.stderr.flush()

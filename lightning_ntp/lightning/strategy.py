@@ -600,6 +600,8 @@ class NTPStrategy(ParallelStrategy):
         if self._arrivals is not None:
             self._arrivals.joining.hand_again()
         self.set_world_ranks()
+        if self._arrivals is not None:
+            self._arrivals.joining.hand_again()  # who was to hand the newest batch on may be gone
         for completed, path in self._removed if self.is_global_zero else ():
             if completed == self._survival.operations.completed:
                 super().remove_checkpoint(path)  # the rank 0 that died may not have come to it

@@ -153,6 +153,10 @@ class Survival:
             return error
         # else the others would take its leave for the end of the script
         self._runtime.farewell = f"raised {type(error).__name__}"
+        if self._runtime.joining:
+            if self._runtime.membership.is_member:  # the others count on it since a moment ago
+                self._give_up(error)
+            return error
         if isinstance(error, Interrupted):
             return self._not_repeated(error)
         topology, slot = self._runtime.generation.topology, self._runtime.slot
@@ -171,12 +175,16 @@ class Survival:
         if not (found.echo or found.plain) and self._runtime.membership.stands_alone(
             found.signature, topology.tensor_parallel_slots(replica)
         ):
-            report(error, alone=True)
-            log.warning("slot %d has raised an exception that the others have not, and leaves the job", slot)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            self._give_up(error)
         return error
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """An exception that is this rank's alone: it counts as its death."""
+        report(error, alone=True)
+        log.warning("slot %d has raised an exception that the others have not, and leaves the job", self._runtime.slot)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
     def _not_repeated(self, error: Interrupted) -> NotRepeated:
         return NotRepeated(

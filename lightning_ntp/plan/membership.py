@@ -104,6 +104,8 @@ class Roster:
     """All members that went, in order."""
     retries: tuple[Entry, ...] = ()
     """Retries since a member last went: generations that failed although everybody lived."""
+    deserted: int = -1
+    """Position of the newest entry by which somebody who waited to be admitted was gone."""
 
     @staticmethod
     def launch(topology: Topology) -> Roster:
@@ -148,7 +150,9 @@ class Roster:
             # Every survivor may ask; the first one is enough.
             if entry.round != self.commit or self.commit < 0 or self.interrupted:
                 return seen
-            return replace(seen, change=here, broken=here, retries=(*self.retries, entry))
+            # who was about to join and is gone has cost the generation, whose members are healthy
+            retries = self.retries if self.deserted > self.commit else (*self.retries, entry)
+            return replace(seen, change=here, broken=here, retries=retries)
         if entry.kind == "switch":
             return self._switched(entry, seen)
         if entry.kind == "commit":
@@ -159,7 +163,8 @@ class Roster:
 
     def _without(self, entry: Entry, seen: Roster) -> Roster:
         if self.standby.get(entry.slot) == entry.uid and entry.slot in self.standby:
-            return replace(seen, standby={s: u for s, u in self.standby.items() if s != entry.slot})
+            waiting = {slot: uid for slot, uid in self.standby.items() if slot != entry.slot}
+            return replace(seen, standby=waiting, deserted=seen.position)
         if entry.slot not in self.members or self.members[entry.slot] not in ("", entry.uid):
             return seen
         return replace(

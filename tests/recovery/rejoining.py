@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
-from tests.lightning.rigs import EndState, slot
-from tests.recovery.jobs import PER_REPLICA, Job, Ledger, Samples, _module
+from tests.lightning.rigs import EndState, assert_same, slot
+from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
+from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Worlds, _module, numbers, undisturbed
+from tests.recovery.supervised import Supervised, SupervisingProcess
 
-_PATIENCE_SECONDS = 60.0
-
-
-class WaitsForNewcomers(Callback):
-    """Before some steps all ranks wait until every process of the job is a member or stands by.
-
-    Args:
-        steps: Before which; the change comes in the step after.
-    """
-
-    def __init__(self, steps: tuple[int, ...]) -> None:
-        self._steps = set(steps)
-
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in self._steps:
-            wait_until_all_stand_by(trainer)
+OPTIONS: dict[str, Any] = {"max_restarts": 20, "restart_backoff": timedelta(0)}
+"""Of the supervisor."""
 
 
-def wait_until_all_stand_by(trainer: Trainer) -> None:
-    runtime = trainer.strategy._runtime
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not runtime.joining:
-        roster = runtime.membership.roster
-        if len({*roster.members, *roster.standby}) >= trainer.strategy.num_processes:
-            return
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"members {roster.slots}, standing by {sorted(roster.standby)}")
-        time.sleep(0.01)
+class NewcomersLedger(Ledger):
+    """Of the step in which this rank joins, it has what a peer has given it, of another replica perhaps."""
+
+    ntp_own_attributes = ("_file", "_joined_in")
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._joined_in = -1
+
+    def on_topology_change(self, change: Any) -> None:
+        super().on_topology_change(change)
+        if slot() in change.after.slots and slot() not in change.before.slots:
+            self._joined_in = change.step + 1
+
+    def _write(self, trainer: Trainer, module: Any, what: str) -> None:
+        if self._step + (what == "tried") != self._joined_in:
+            super()._write(trainer, module, what)
 
 
-def train_and_return(job: Job, waits: tuple[int, ...], directory: str) -> dict[str, Any]:
+def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequence[Fate] = ()) -> dict[str, Any]:
     """One rank's part."""
     from lightning_ntp import NTPStrategy
     from lightning_ntp.callbacks import FaultInjector
+    from lightning_ntp.comm import neighbour_copies
 
+    if job.copy_cost is not None:
+        neighbour_copies.COST = job.copy_cost
+    install(fates, begin_life(Path(directory)))
     torch.manual_seed(3)
     module = _module(job.module)(**job.settings)
-    end, ledger = EndState(), Ledger(Path(directory))
+    end, ledger = EndState(), NewcomersLedger(Path(directory))
     faults = [{"kind": "kill", "slot": s, "step": step, "phase": phase} for s, step, phase in job.faults]
     options: dict[str, Any] = {"plugins": module.plugins()} if module.plugins() else {"precision": "64-true"}
     trainer = Trainer(
@@ -84,3 +85,69 @@ def train_and_return(job: Job, waits: tuple[int, ...], directory: str) -> dict[s
         "optimizers": end.optimizers,
         "slot": slot(),
     }
+
+
+def returns(
+    supervising: SupervisingProcess,
+    world: Worlds,
+    job: Job,
+    waits: Sequence[int],
+    directory: Path,
+    fates: Sequence[Fate] = (),
+    *,
+    bound: float = EXACT,
+    degrees: tuple[int, ...] | None = None,
+    partial: bool = False,
+    there: set[int] | None = None,
+    **options: Any,
+) -> Supervised:
+    """Run a job whose dead ranks come back, and check that nobody can tell from its results.
+
+    Args:
+        waits: Before which steps to wait until everybody is back.
+        fates: What else befalls whom.
+        bound: Relative.
+        degrees: Those at the end, empty for any; those of the launch by default, and then everybody must be back.
+        there: Who must be there at the end, if not all slots of the launch.
+        partial: A replica was gone for a while: values that only it had are not compared.
+        options: Of the supervisor, or of :meth:`SupervisingProcess.run`.
+
+    Raises:
+        AssertionError: With everybody's side.
+    """
+    alone = {key: value for key, value in job.strategy.items() if key != "spares"}
+    want = undisturbed(world, replace(job, strategy=alone), directory)
+    arguments = (job, tuple(waits), str(directory / "job"), tuple(fates))
+    got = supervising.run(sum(job.degrees), directory / "job", train_and_return, *arguments, **{**OPTIONS, **options})
+    assert got.code == 0, f"{got.cause}\n{got.output}\n{[o.stacks for o in got.outcomes]}"
+    assert not got.left
+    print(got.output)
+    assert got.survivors, got.output
+    first = got.first
+    if degrees is None:
+        degrees = job.degrees
+        assert {*got.survivors} == ({*range(sum(job.degrees))} if there is None else there), got.output
+    if degrees:
+        assert tuple(first["degrees"]) == degrees, got.output
+        assert (first["rank"], first["world"]) == (0, sum(degrees)), got.output
+    assert first["steps"] == want.first["steps"]
+    assert_same(first["parameters"], want.first["parameters"], bound, "parameters")
+    assert_same(first["optimizers"], want.first["optimizers"], bound, "optimizers")
+    for number, found in got.survivors.items():
+        if number not in want.survivors:
+            continue  # a spare, which was in no replica before
+        expected = want.survivors[number]
+        if partial:
+            shared = [{k: v for k, v in each.items() if k == "all_loss_step"} for each in expected["logged"]]
+            logged = [{k: e[k] for k in s} for e, s in zip(found["logged"], shared, strict=True)]
+            assert_same(logged, shared, bound, f"logged in slot {number}")
+            continue
+        assert_same(found["losses"], expected["losses"], bound, f"losses of slot {number}")
+        assert_same(found["logged"], expected["logged"], bound, f"logged in slot {number}")
+    if not partial:
+        assert_same(numbers(got.rows()), numbers(want.rows()), 1e-6 if bound < 1e-6 else bound, "rows")
+    epochs = got.samples()
+    assert len(epochs) == job.epochs
+    for epoch, ids in epochs.items():
+        assert sorted(ids) == list(range(job.samples)), f"epoch {epoch} trained on {sorted(ids)}"
+    return got

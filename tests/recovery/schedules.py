@@ -10,12 +10,15 @@ None may hang, and each must end as the policy says: all survivors return with t
 all say that no copy of something is left, which takes losses in every replica, or the exception of a rank that was the
 last of its replica ends the job, because then it is one of a whole replica. ``--seeds N`` replays one, ``--jobs 2``
 runs two at a time.
+
+With ``--rejoin`` everybody who is lost is started again at once, under the package's own supervisor, and faults befall
+newcomers as well, on their way in and later, and those who let them in. Whoever is back at the end, the numbers are
+those of the undisturbed script.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import random
@@ -27,7 +30,8 @@ import time
 import traceback
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -35,6 +39,7 @@ from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
 from tests.harness import Crew, World
 from tests.harness.leaks import command_line, mark_session, session_processes
+from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
 from tests.recovery.jobs import Result
 from tests.recovery.places import PLACES
 from tests.recovery.supervised import HEARTBEAT, Supervised, SupervisingProcess
@@ -44,6 +49,10 @@ DEGREES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (2, 2, 2), (1, 2, 1))
 STEPS = 6
 _SUPERVISED = 0.4
 """Share of the schedules with other faults than kills."""
+_OF_NEWCOMERS = ("kill", "kill", "stop", "raise")
+_PATIENCE_SECONDS = 6.0
+"""For newcomers to stand by, so that they come back before the script is over."""
+_AT_ONCE = {"max_restarts": 20, "restart_backoff": timedelta(0)}
 _FOUND_SECONDS = HEARTBEAT + 2.0
 """For a stopped rank to be found; this machine may be busy with what else runs on it."""
 
@@ -98,6 +107,26 @@ def draw(seed: int) -> Script:
     return Script(degrees, tuple(deaths), tuple(faults), tuple(timed), tuple(kinds) if supervised else (), more=more)
 
 
+def draw_rejoining(seed: int) -> Script:
+    """The script of a seed in which everybody is started again."""
+    script, generator = draw(seed), random.Random(f"rejoining {seed}")
+    kinds = dict(script.kinds) or dict.fromkeys(script.victims, "kill")
+    # who leaves when it is told to does not come back
+    kinds = {slot: "kill" if kind == "term" else kind for slot, kind in kinds.items()}
+    fates = [
+        Fate(slot, life, generator.choice(ON_THE_WAY), generator.choice((1, 1, 2)), generator.choice(_OF_NEWCOMERS))
+        for slot in sorted(script.victims)
+        for life in (1, 2)
+        if generator.random() < 0.4
+    ]
+    if generator.random() < 0.4:
+        slot = generator.randrange(sum(script.degrees))
+        fates.append(Fate(slot, 0, generator.choice(OF_MEMBERS), generator.choice((1, 2)), "kill"))
+        kinds.setdefault(slot, "kill")
+    waits = tuple(step for step in range(1, STEPS) if generator.random() < 0.4)
+    return replace(script, kinds=tuple(kinds.items()), fates=tuple(fates), waits=waits, patience=_PATIENCE_SECONDS)
+
+
 @dataclass
 class Line:
     """What became of one schedule."""
@@ -108,6 +137,8 @@ class Line:
     """``same``, ``lost`` (said so), ``all dead``, ``one's mistake`` (ended by an exception), or ``WRONG``."""
     gone: set[int] = field(default_factory=set)
     recoveries: int = 0
+    returned: int = 0
+    """Newcomers that have become members."""
     slowest: float = 0.0
     """Seconds of the slowest recovery, since the last of its losses was known."""
     waited: float = 0.0
@@ -152,6 +183,26 @@ def judge(result: Result, script: Script, want: Found) -> tuple[str, float]:
     return "lost", 0.0
 
 
+def judge_rejoining(result: Supervised, script: Script, want: Found) -> tuple[str, float]:
+    """As :func:`judge`, where everybody who is lost is started again."""
+    assert not result.left, f"temporary files are left: {result.left}"
+    members = {number: value for number, value in result.survivors.items() if value["joined"]}
+    raised = {o.slot: o.error for o in result.outcomes if o.state == "raised"}
+    if result.code == 0:
+        assert members, "nobody has seen the end"
+        partial = any(0 in change["degrees_after"] for change in _changes(result.directory / "rows" / FILE_NAME))
+        absent = set(range(sum(script.degrees))) - members.keys()
+        return "same", compare(Found(members, result.directory), want, absent, partial)
+    assert not members, f"slots {sorted(members)} went on, and the job has ended with {result.code}: {result.cause}"
+    if "only copies" in result.cause:
+        assert all(script.victims & replica for replica in _replicas(script)), result.cause
+        return "lost", 0.0
+    if script.of_kind("raise") and any("PlannedError" in e or "InjectedFault" in e for e in raised.values()):
+        return "one's mistake", 0.0
+    assert script.victims == set(range(sum(script.degrees))), result.cause
+    return "all dead", 0.0
+
+
 def gone_of(result: Result) -> set[int]:
     """Who has died or left."""
     return {o.slot for o in result.outcomes if o.state == "died"}
@@ -182,10 +233,11 @@ class Runner:
 
     Args:
         directory: For all their files.
+        rejoining: Whether everybody who is lost is started again.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, rejoining: bool = False) -> None:
+        self.directory, self.rejoining = directory, rejoining
         self.crew, self.supervising = Crew(), SupervisingProcess()
 
     def close(self) -> None:
@@ -194,25 +246,29 @@ class Runner:
 
     def run(self, seed: int) -> Line:
         """Run the schedule of a seed."""
-        script, began, directory = draw(seed), time.monotonic(), self.directory / str(seed)
+        script = draw_rejoining(seed) if self.rejoining else draw(seed)
+        began, directory = time.monotonic(), self.directory / str(seed)
         line = Line(seed, script, "WRONG")
         try:
             want = undisturbed(self._world, script, self.directory)
             began = time.monotonic()
             result = (
-                self.supervising.run_script(script, directory)
+                self.supervising.run_script(script, directory, **(_AT_ONCE if self.rejoining else {}))
                 if script.kinds
                 else run_script(self._world, script, directory)
             )
             line.seconds, line.gone = time.monotonic() - began, gone_of(result)
             if isinstance(result, Supervised) and result.code == -1:
                 raise AssertionError(f"{result.cause}\n{result.output[-3000:]}\n{[o.stacks for o in result.outcomes]}")
-            line.end, line.deviation = judge(result, script, want)
+            if self.rejoining:
+                assert isinstance(result, Supervised)
+                line.end, line.deviation = judge_rejoining(result, script, want)
+            else:
+                line.end, line.deviation = judge(result, script, want)
         except AssertionError as error:
             line.why = str(error) or traceback.format_exc()
-        with contextlib.suppress(FileNotFoundError):
-            events = read_events(directory / "rows" / FILE_NAME)
-            line.recoveries = sum(event["event"] == "change" for event in events)
+        changes = _changes(directory / "rows" / FILE_NAME)
+        line.recoveries, line.returned = len(changes), sum(len(change["joined"]) for change in changes)
         for whole, since_known in recoveries(directory):
             line.waited, line.slowest = max(line.waited, whole), max(line.slowest, since_known)
         if line.end != "WRONG":
@@ -223,13 +279,17 @@ class Runner:
         return World(self.crew, n, fresh)
 
 
+def _changes(path: Path) -> list[dict[str, Any]]:
+    return [event for event in read_events(path) if event["event"] == "change"] if path.exists() else []
+
+
 _runner: Runner | None = None
 
 
-def _begin(directory: Path) -> None:
+def _begin(directory: Path, rejoining: bool) -> None:
     """A process that runs schedules begins."""
     global _runner
-    _runner = Runner(directory / str(os.getpid()))
+    _runner = Runner(directory / str(os.getpid()), rejoining)
     Finalize(None, _runner.close, exitpriority=10)
 
 
@@ -255,6 +315,7 @@ def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> li
         ("ended", ", ".join(f"{count} {end}" for end, count in ends.most_common())),
         ("faults", ", ".join(f"{count} {kind}" for kind, count in faults.most_common()) or "none"),
         ("recoveries", str(sum(line.recoveries for line in lines))),
+        *((("came back", str(back)),) if (back := sum(line.returned for line in lines)) else ()),
         ("worst deviation", f"{worst.deviation:.1e} (seed {worst.seed})"),
         ("slowest recovery", f"{slowest.slowest:.3f} s (seed {slowest.seed}, degrees {slowest.script.degrees})"),
         ("... with waiting", f"{waited.waited:.3f} s (seed {waited.seed}), until who else hung was found"),
@@ -265,6 +326,7 @@ def summary(lines: list[Line], seconds: float, left: dict[str, list[str]]) -> li
     return [f"{name:<22}{text}".rstrip() for name, text in table] + [
         f"  seed {line.seed}: {(line.why.strip().splitlines() or ['?'])[0][:150]}\n"
         f"    again: {os.path.relpath(sys.executable)} -m tests.recovery.schedules --seeds {line.seed}"
+        f"{' --rejoin' if line.script.patience else ''}"
         for line in wrong
     ]
 
@@ -274,6 +336,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 100], help="one seed, or the first and the end")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no schedule after that")
     parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
+    parser.add_argument("--rejoin", action="store_true", help="start everybody again who is lost")
     options = parser.parse_args()
     seeds = range(*options.seeds) if len(options.seeds) == 2 else options.seeds
     directory, began = Path(tempfile.mkdtemp(prefix="schedules-")), time.monotonic()
@@ -285,7 +348,8 @@ def main() -> int:
     shared = set(os.listdir("/dev/shm"))
     lines: list[Line] = []
     mark_session()
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _begin, (directory,)) as pool:
+    begin = (directory, options.rejoin)
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), _begin, begin) as pool:
         for done in as_completed([pool.submit(_run, seed, deadline) for seed in seeds]):
             line = done.result()
             if line is None:

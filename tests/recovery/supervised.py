@@ -100,9 +100,11 @@ class SupervisingProcess:
             outcomes, directory, answer["code"], answer["cause"], output, seconds, left, answer.get("holdings", {})
         )
 
-    def run_script(self, script: Script, directory: Path, timeout: float = 150.0) -> Supervised:
+    def run_script(self, script: Script, directory: Path, timeout: float = 150.0, **options: Any) -> Supervised:
         """Run a whole script."""
-        return self.run(sum(script.degrees), directory, whole_script, script, str(directory), timeout=timeout)
+        return self.run(
+            sum(script.degrees), directory, whole_script, script, str(directory), timeout=timeout, **options
+        )
 
     @property
     def pid(self) -> int | None:

@@ -2,95 +2,160 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.lightning.rigs import assert_same
-from tests.recovery.jobs import EXACT, Job, Worlds, undisturbed
-from tests.recovery.rejoining import train_and_return
-from tests.recovery.supervised import Supervised, SupervisingProcess
+from lightning_ntp.engine.events import FILE_NAME, read_events
+from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
+from tests.recovery.jobs import EXACT, Job, Worlds
+from tests.recovery.rejoining import returns
+from tests.recovery.supervised import SupervisingProcess
 from tests.recovery.test_modes import BOUNDS, MODES
 
-
-@pytest.fixture(scope="module")
-def _process() -> Iterator[SupervisingProcess]:
-    process = SupervisingProcess()
-    process.start()  # before the leak check of a test looks
-    yield process
-    process.close()
+Supervising = SupervisingProcess
+LOST = ((1, 1, "backward"),)
 
 
-@pytest.fixture
-def supervising(_process: SupervisingProcess) -> Iterator[SupervisingProcess]:
-    before = _process.pid
-    yield _process
-    if _process.pid != before:  # a job did not end, in an earlier test
-        _process.close(keep_files=True)
+def chaos(*values: Any) -> list[Any]:
+    """Parameters that only `make chaos` runs."""
+    return [pytest.param(value, marks=pytest.mark.chaos) for value in values]
 
 
-def returns(
-    supervising: SupervisingProcess,
-    world: Worlds,
-    job: Job,
-    waits: tuple[int, ...],
-    directory: Path,
-    bound: float = EXACT,
-    there: set[int] | None = None,
-    **options: Any,
-) -> Supervised:
-    alone = {key: value for key, value in job.strategy.items() if key != "spares"}
-    want = undisturbed(world, replace(job, strategy=alone), directory)
-    options = {"max_restarts": 20, "restart_backoff": timedelta(0), **options}
-    got = supervising.run(
-        sum(job.degrees), directory / "job", train_and_return, job, waits, str(directory / "job"), **options
-    )
-    assert got.code == 0, f"{got.cause}\n{got.output}\n{[o.stacks for o in got.outcomes]}"
-    assert not got.left
-    print(got.output)
-    assert {*got.survivors} == ({*range(sum(job.degrees))} if there is None else there), got.output
-    first = got.first
-    assert (first["rank"], first["world"], tuple(first["degrees"])) == (0, sum(job.degrees), job.degrees), got.output
-    assert first["steps"] == want.first["steps"]
-    assert_same(first["parameters"], want.first["parameters"], bound, "parameters")
-    assert_same(first["optimizers"], want.first["optimizers"], bound, "optimizers")
-    for number, found in got.survivors.items():
-        if number not in want.survivors:
-            continue  # a spare, which was of no replica before
-        assert_same(found["losses"], want.survivors[number]["losses"], bound, f"losses of slot {number}")
-        assert_same(found["logged"], want.survivors[number]["logged"], bound, f"logged in slot {number}")
-    return got
+@pytest.mark.parametrize("slot", [0, *chaos(1, 2, 3)])
+def test_a_slot_comes_back(supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
+    returns(supervised_returns, world, Job((2, 2), ((slot, 1, "backward"),)), (3,), tmp_path)
 
 
-@pytest.mark.parametrize("slot", [0, *(pytest.param(s, marks=pytest.mark.chaos) for s in (1, 2, 3))])
-def test_a_slot_comes_back(supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path) -> None:
-    returns(supervising, world, Job((2, 2), ((slot, 1, "backward"),)), (3,), tmp_path)
-
-
-@pytest.mark.parametrize("slot", [2, *(pytest.param(s, marks=pytest.mark.chaos) for s in (0, 1, 3))])
+@pytest.mark.parametrize("slot", [2, *chaos(0, 1, 3)])
 def test_it_comes_back_in_the_middle_of_an_epoch(
-    supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path
+    supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path
 ) -> None:
     """Metrics of the epoch have begun, and its dataloader is not in position."""
-    returns(supervising, world, Job((2, 2), ((slot, 0, "backward"),)), (1,), tmp_path)
+    returns(supervised_returns, world, Job((2, 2), ((slot, 0, "backward"),)), (1,), tmp_path)
+
+
+@pytest.mark.parametrize("slot", [3, *chaos(0, 1, 2)])
+@pytest.mark.parametrize("mode", ["clipping", *chaos("accumulation", "manual", "buffers and schedule", "16-mixed")])
+def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
+    supervised_returns: Supervising, world: Worlds, slot: int, mode: str, tmp_path: Path
+) -> None:
+    step = 6 if "manual" in mode else 3
+    job = Job((2, 2), ((slot, step, "backward"),), strategy={"spares": 1}, **{"epochs": 3, **MODES[mode]})
+    there = {0, 1, 2, 3, 4} - {slot}
+    got = returns(
+        supervised_returns,
+        world,
+        job,
+        (step,),
+        tmp_path,
+        bound=BOUNDS.get(mode, EXACT),
+        there=there,
+        max_restarts=0,
+        spares=1,
+    )
+    changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
+    assert [(change["lost"], change["joined"]) for change in changes] == [([slot], []), ([], [4])]
+    assert changes[0]["step"] == changes[1]["step"]
 
 
 IN_TEST = ("accumulation",)
 
 
 @pytest.mark.parametrize("mode", [m if m in IN_TEST else pytest.param(m, marks=pytest.mark.chaos) for m in MODES])
-def test_in_every_mode(supervising: SupervisingProcess, world: Worlds, mode: str, tmp_path: Path) -> None:
+def test_in_every_mode(supervised_returns: Supervising, world: Worlds, mode: str, tmp_path: Path) -> None:
     step = 2 if "manual" in mode else 1  # both optimizers of a manual step count
     job = Job((2, 2), ((1, step, "backward"),), epochs=3, **MODES[mode])
-    returns(supervising, world, job, (2 * step,), tmp_path, bound=BOUNDS.get(mode, EXACT))
+    returns(supervised_returns, world, job, (2 * step,), tmp_path, bound=BOUNDS.get(mode, EXACT))
 
 
-@pytest.mark.parametrize("slot", [3, *(pytest.param(s, marks=pytest.mark.chaos) for s in (0, 1, 2))])
-def test_a_spare_takes_the_place(supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path) -> None:
-    job = Job((2, 2), ((slot, 3, "backward"),), strategy={"spares": 1})
-    left = {0, 1, 2, 3, 4} - {slot}
-    returns(supervising, world, job, (2,), tmp_path, there=left, max_restarts=0, spares=1)
+@pytest.mark.chaos
+@pytest.mark.parametrize("module", ["Averages", "Keeps"])
+@pytest.mark.parametrize("slot", [0, 3])
+def test_registered_state_and_kept_graphs_come_along(
+    supervised_returns: Supervising, world: Worlds, module: str, slot: int, tmp_path: Path
+) -> None:
+    job = Job((2, 2), ((slot, 1, "backward"),), module=module)
+    returns(supervised_returns, world, job, (2,), tmp_path)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("step", range(8))
+def test_in_any_step_of_an_epoch(supervised_returns: Supervising, world: Worlds, step: int, tmp_path: Path) -> None:
+    """Of two epochs of four. Whoever comes too late for the last step passes over the fit."""
+    job = Job((2, 2), ((3, max(0, step - 1), "forward"),))
+    late = step == 7
+    returns(supervised_returns, world, job, (step,), tmp_path, degrees=(2, 1) if late else None)
+
+
+# ---- whole replicas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("faults", [((0, 1, "backward"), (1, 2, "vote")), *chaos(((2, 1, "update"), (3, 1, "vote")))])
+def test_a_whole_replica_comes_back_in_the_middle_of_an_epoch(
+    supervised_returns: Supervising, world: Worlds, faults: tuple[tuple[int, int, str], ...], tmp_path: Path
+) -> None:
+    returns(supervised_returns, world, Job((2, 2), faults, epochs=3), (5,), tmp_path, partial=True)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_replica_of_one_comes_back(supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
+    returns(supervised_returns, world, Job((1, 1), ((slot, 1, "backward"),)), (2,), tmp_path, partial=True)
+
+
+# ---- faults on the way ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("point", ON_THE_WAY)
+def test_a_newcomer_that_dies_comes_back_later(
+    supervised_returns: Supervising, world: Worlds, point: str, number: int, tmp_path: Path
+) -> None:
+    fates = [Fate(1, 1, point, number)]
+    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+
+
+@pytest.mark.parametrize(
+    "point", ["switched", *chaos("cut", "stands by", "invited", "built", "travelled", "gradients", "arrived", "vote")]
+)
+def test_an_exception_in_a_newcomer_is_its_own(
+    supervised_returns: Supervising, world: Worlds, point: str, tmp_path: Path
+) -> None:
+    """Also in the moment in which it has become a member, and the others count on it."""
+    fates = [Fate(1, 1, point, 1, "raise")]
+    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", ON_THE_WAY)
+def test_a_newcomer_that_is_stopped_is_found_and_replaced(
+    supervised_returns: Supervising, world: Worlds, point: str, tmp_path: Path
+) -> None:
+    fates = [Fate(1, 1, point, 1, "stop")]
+    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+@pytest.mark.parametrize("slot", [0, 2, 3])
+@pytest.mark.parametrize("point", OF_MEMBERS)
+def test_a_member_that_dies_while_it_lets_somebody_in_comes_back_too(
+    supervised_returns: Supervising, world: Worlds, point: str, slot: int, kind: str, tmp_path: Path
+) -> None:
+    """Slot 0 is rank 0 and gives slot 1 its state; with it its replica is gone."""
+    fates = [Fate(slot, 0, point, 5 if point == "vote" else 1, kind)]
+    job = Job((2, 2), LOST, batches=6, epochs=3)
+    # not all of them come to every point
+    returns(supervised_returns, world, job, (3, 8, 10), tmp_path, fates, partial=slot == 0)
+
+
+@pytest.mark.parametrize("number", [6, *chaos(7, 8)])
+def test_another_peer_hands_the_newcomer_its_batches_when_the_giver_dies(
+    supervised_returns: Supervising, world: Worlds, number: int, tmp_path: Path
+) -> None:
+    """It had fetched the batch already, before that fell to it."""
+    job = Job((3, 2), ((2, 1, "backward"),), batches=10, epochs=2)
+    returns(supervised_returns, world, job, (3, 9), tmp_path, [Fate(0, 0, "fetch", number)], heartbeat=None)

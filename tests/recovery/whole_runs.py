@@ -21,6 +21,7 @@ from torchmetrics import MaxMetric, MeanMetric
 from torchmetrics.aggregation import CatMetric
 
 from tests.lightning.rigs import EndState, assert_same, largest_difference, slot
+from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
 from tests.recovery.jobs import EXACT, PER_REPLICA, Result, Samples, Worlds, assert_left, numbers
 from tests.recovery.models import Automatic
 from tests.recovery.places import Death, Places, befall
@@ -45,10 +46,18 @@ class Script:
     more: int = 0
     """Samples beyond whole batches, in validation, test and predict."""
     redundancy: Literal["neighbor"] | None = None
+    fates: tuple[Fate, ...] = ()
+    """Of processes that are started again, and of those that let them in."""
+    waits: tuple[int, ...] = ()
+    """Before which steps all ranks wait until everybody is back."""
+    patience: float | None = None
+    """For so many seconds, and then they go on; None for ever."""
+    trainer: tuple[tuple[str, Any], ...] = ()
+    """More settings of the Trainer."""
 
     @property
     def victims(self) -> set[int]:
-        return {each[0] for each in (*self.deaths, *self.faults, *self.timed)}
+        return {each[0] for each in (*self.deaths, *self.faults, *self.timed, *self.fates)}
 
     def kind(self, number: int) -> str:
         """What happens to a slot."""
@@ -149,6 +158,9 @@ def whole_script(script: Script, directory: str) -> dict[str, Any]:
     from lightning_ntp import NTPStrategy
     from lightning_ntp.callbacks import FaultInjector
 
+    install(script.fates, life := begin_life(Path(directory)))
+    if life:  # its faults have befallen the process before it
+        script = replace(script, deaths=(), faults=(), timed=())
     torch.manual_seed(3)
     replicas, kind = len(script.degrees), script.kind(slot())
     module, end = Evaluated(), EndState()
@@ -158,9 +170,7 @@ def whole_script(script: Script, directory: str) -> dict[str, Any]:
         devices=sum(script.degrees),
         strategy=NTPStrategy(degrees=script.degrees, timeout=30, heartbeat=10, redundancy=script.redundancy),
         precision="64-true",
-        max_epochs=2,
-        val_check_interval=2,
-        num_sanity_val_steps=2,
+        **{"max_epochs": 2, "val_check_interval": 2, "num_sanity_val_steps": 2, **dict(script.trainer)},
         log_every_n_steps=1,
         logger=CSVLogger(directory, name="", version="rows", flush_logs_every_n_steps=1),
         default_root_dir=directory,
@@ -173,6 +183,9 @@ def whole_script(script: Script, directory: str) -> dict[str, Any]:
             Timed(script.timed, kind),
             Places(script.deaths, kind),
             Recoveries(directory),
+            WaitsForNewcomers(script.waits)
+            if script.patience is None
+            else WaitsForNewcomers(script.waits, script.patience, or_go_on=True),
             FaultInjector(
                 [{"kind": script.kind(s), "slot": s, "step": step, "phase": p} for s, step, p in script.faults]
             ),
@@ -197,6 +210,7 @@ def whole_script(script: Script, directory: str) -> dict[str, Any]:
         "score": float(checkpoints.best_model_score),
         "degrees": trainer.strategy.topology.degrees,
         "slot": slot(),
+        "joined": not trainer.strategy._runtime.joining,
     }
 
 
@@ -246,7 +260,7 @@ _undisturbed: dict[Script, Found] = {}
 
 def undisturbed(world: Worlds, script: Script, directory: Path) -> Found:
     """The same script without its faults, run once per session."""
-    quiet = replace(script, deaths=(), faults=(), timed=(), kinds=())
+    quiet = replace(script, deaths=(), faults=(), timed=(), kinds=(), fates=(), waits=(), patience=None)
     if quiet not in _undisturbed:
         result = run_script(world, quiet, directory / f"undisturbed-{len(_undisturbed)}")
         assert_left(result, set(), set())
@@ -270,8 +284,12 @@ def survives(
     compare(got, want, script.victims)
 
 
-def compare(got: Found, want: Found, dead: set[int]) -> float:
+def compare(got: Found, want: Found, dead: set[int], partial: bool = False) -> float:
     """Check that a script has given the numbers of the undisturbed one.
+
+    Args:
+        dead: Who has died.
+        partial: A replica was gone for a while: what only it had gathered in training is not compared.
 
     Returns:
         The largest relative difference of any tensor or number, those of the logger's rows left out: they are float32.
@@ -292,7 +310,7 @@ def compare(got: Found, want: Found, dead: set[int]) -> float:
     assert whole or 0 in dead
     for part in ("score", *whole):
         same(got.first[part], want.first[part], part)
-    for part in () if dropped else ("fitted", "tested"):
+    for part in () if dropped else ("tested",) if partial else ("fitted", "tested"):
         # by slot: what a replica logs for itself is another number in each
         same(got.first[part], want.survivors[min(got.survivors)][part], part)
     if dropped:
@@ -300,7 +318,7 @@ def compare(got: Found, want: Found, dead: set[int]) -> float:
         assert_same(got.first["tested"]["test_mean"], want.first["tested"]["test_mean"], 1e-6, "test_mean")
         for key in ("test_samples", "test_ids", "test_loss_epoch"):
             same(got.first["tested"][key], want.first["tested"][key], key)
-    else:
+    elif not partial:
         assert_same(got.rows(), want.rows(), 1e-6, "rows")
     assert got.first["best"] == want.first["best"]
     made, expected = got.predictions(), want.predictions()
