@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
+from typing import Any
 
 from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.lightning.callbacks.fault_schedule import STEP_PHASES
