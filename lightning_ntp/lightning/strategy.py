@@ -424,6 +424,8 @@ class NTPStrategy(ParallelStrategy):
         share_logger_versions(trainer, self.broadcast)
         private.patch_prepare_data(trainer, partial(self._collectives.run, "prepare_data"))
         private.patch_restore(trainer, self._restore_together)
+        if self._runtime.joining:
+            private.patch_resume(trainer)
         private.patch_lr_finder()
         private.patch_links(trainer, put_link, partial(self._collectives.together, "a link to a checkpoint"))
 
