@@ -219,7 +219,8 @@ class Generation:
         store = PrefixStore(f"group/{name}", self._guard.borrow())
         ranks, own = list(range(len(slots))), slots.index(self.slot)
         plain = build_group(self._backend, name, store, ranks, own, self._timeout, self.device)
-        group = self._show(InterruptibleGroup(plain, life, name, is_sliced(self._backend)), name)
+        group = InterruptibleGroup(plain, life, name, is_sliced(self._backend), self._timeout)
+        self._show(group, name)
         # torch looks there for what to say of a collective that fails; all entries go with the generation
         c10d._world.pg_map[group] = (dist.Backend(self._backend), store)
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}
@@ -235,7 +236,7 @@ class Generation:
         return "gloo" if name == COPIES else self._backend
 
     def _wrap(self, group: dist.ProcessGroup, description: str, name: str) -> InterruptibleGroup:
-        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)))
+        return InterruptibleGroup(group, self.life, description, is_sliced(self._backend_of(name)), self._timeout)
 
     def _show(self, group: InterruptibleGroup, name: str) -> InterruptibleGroup:
         """Let the supervisor see what this rank enters on a group."""

@@ -5,10 +5,14 @@ torch's own ways do not wake a thread that waits for a gloo collective: ``abort`
 (measured on torch 2.13). Here every ``Work.wait()`` is a loop of short waits in C++ which looks at the generation's
 :class:`~lightning_ntp.comm.interruption.Life` in between. A short wait that ends by time-out leaves the operation
 running. Since the groups are installed as torch's own, calls by third parties are covered too.
+
+For gloo's ``send`` and ``recv`` there are no short waits: a time-out there closes the whole group. Closing it does not
+wake a wait for a message of which a part was on its way (torch 2.13), so they are waited for in a thread of their own.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -63,15 +67,15 @@ class InterruptibleWork(Work):
     Args:
         work: The backend's.
         life: Of the group's generation.
-        sliced: Whether short waits are possible. They are not for gloo's ``recv`` (a time-out there closes the whole
-            group: such waits are woken by that, see :func:`lightning_ntp.comm.backends.abort`) nor for NCCL (``wait``
-            only orders streams).
+        sliced: Whether short waits are possible. They are not for gloo's ``send`` and ``recv`` (a time-out there closes
+            the whole group) nor for NCCL (``wait`` only orders streams).
         mark: The group's, in what this rank shows of its progress.
+        apart: How long to wait in a thread of its own, if not given; None not to.
     """
 
-    def __init__(self, work: Any, life: Life, sliced: bool, mark: int = 0) -> None:
+    def __init__(self, work: Any, life: Life, sliced: bool, mark: int = 0, apart: timedelta | None = None) -> None:
         super().__init__()
-        self._work, self._life, self._sliced, self._mark = work, life, sliced, mark
+        self._work, self._life, self._sliced, self._mark, self._apart = work, life, sliced, mark, apart
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the collective has completed.
@@ -90,6 +94,8 @@ class InterruptibleWork(Work):
 
     def _wait(self, timeout: timedelta, tick: Callable[[], None]) -> bool:
         work, life = self._work, self._life
+        if self._apart is not None:
+            return self._wait_apart(timeout or self._apart)
         if not self._sliced:
             try:
                 return bool(work.wait(timeout) if timeout else work.wait())
@@ -108,6 +114,26 @@ class InterruptibleWork(Work):
                 if deadline is not None and time.monotonic() > deadline:
                     raise error
                 tick()
+
+    def _wait_apart(self, timeout: timedelta) -> bool:
+        work, life, done = self._work, self._life, threading.Event()
+        results: list[bool] = []
+        errors: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                results.append(bool(work.wait(timeout)))
+            except RuntimeError as error:
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=wait, name="ntp-message", daemon=True).start()
+        while not done.wait(_SLICE.total_seconds()):
+            if life.interrupted:
+                raise Interrupted(f"a message was interrupted: {life.reason}")
+        if errors:
+            raise life.explain(errors[0]) from errors[0]
+        return results[0]
 
     def _finish(self) -> bool:
         try:
@@ -151,16 +177,19 @@ class InterruptibleGroup(dist.ProcessGroup):
         life: Of the generation.
         description: How people call it.
         sliced: See :class:`InterruptibleWork`.
+        timeout: For every operation.
     """
 
-    def __init__(self, inner: dist.ProcessGroup, life: Life, description: str, sliced: bool) -> None:
+    def __init__(
+        self, inner: dist.ProcessGroup, life: Life, description: str, sliced: bool, timeout: timedelta
+    ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         if inner.bound_device_id is not None:
             self.bound_device_id = inner.bound_device_id
         self.life = life
         self.description = description
         self._inner: dist.ProcessGroup | None = inner
-        self._sliced = sliced
+        self._sliced, self._timeout = sliced, timeout
         self._name = ""
         self.mark = 0
         """In what this rank shows of its progress."""
@@ -224,6 +253,7 @@ class InterruptibleGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.inner().set_timeout(timeout)
+        self._timeout = timeout
 
     def shutdown(self) -> None:
         """Nothing: the generation lets go of its groups, in a thread of their own."""
@@ -261,7 +291,10 @@ def _collective(name: str, sliced: bool) -> Callable[..., Any]:
     def start(self: InterruptibleGroup, *args: Any, **kwargs: Any) -> Any:
         # members send and receive unequally often, but enter collectives alike
         work = self._start(name, args, kwargs, counts=sliced)
-        return None if work is None else InterruptibleWork(work, self.life, sliced and self._sliced, self.mark)
+        if work is None:
+            return None
+        apart = self._timeout if self._sliced and not sliced else None
+        return InterruptibleWork(work, self.life, sliced and self._sliced, self.mark, apart)
 
     start.__name__ = name
     return start

@@ -1,30 +1,38 @@
-"""Lets go of dead process groups: a gloo group's destructor takes 10 ms per connection, or waits for its threads."""
+"""Lets go of dead process groups: a gloo group's destructor takes 10 ms per connection, or waits for its threads.
+
+It may wait until the time-out of the collective that was under way. A message of which a part had been taken by the
+socket when the connection closed is forgotten by gloo (torch 2.13, ``Pair::signalException``), so nobody wakes the
+thread of the group that waits for it. It holds the group's threads and descriptors until then, but nobody up.
+"""
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
 from typing import Any
+
+_LAST_SECONDS = 5.0
 
 
 class Reaper:
-    """Drops the last reference to things in a thread of its own."""
+    """Drops the last reference to things, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self._things: queue.SimpleQueue[list[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ntp-reaper", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
 
     def take(self, things: list[Any]) -> None:
         """Empty the list, in the background."""
-        self._things.put(things)
+        with self._lock:
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            while things:
+                last = [things.pop()]
+                thread = threading.Thread(target=last.clear, name="ntp-reaper", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def close(self) -> None:
         """Wait until everything is gone, but not for ever."""
-        self._things.put(None)
-        self._thread.join(5.0)
-
-    def _run(self) -> None:
-        while (things := self._things.get()) is not None:
-            things.clear()
-            del things
+        deadline = time.monotonic() + _LAST_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -456,8 +456,13 @@ class Runtime:
         if generation is None or generation.life is not life:
             return
         groups = generation.plain_groups()
+
+        def close() -> None:
+            backends.abort(self.backend, groups)
+            self._reaper.take(groups)  # these may be the last references
+
         # closing takes 10 ms a group; the membership thread must go on reading
-        background.run("ntp-abort", backends.abort, self.backend, groups)
+        background.run("ntp-abort", close)
 
 
 _current: Runtime | None = None

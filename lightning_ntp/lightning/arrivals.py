@@ -69,7 +69,10 @@ class Arrivals:
         automatic = trainer.lightning_module.automatic_optimization
         captures = Captures(
             lambda: self._alone(self._carried.schema),
-            lambda result: self._alone(lambda: self._carried.capture(result, transaction.constant_buffers())),
+            lambda result, loops: self._alone(
+                lambda: self._carried.capture(result, transaction.constant_buffers(), loops)
+            ),
+            self._carried.loops,
             self._common,
         )
         self._loaders: SharedBatches | None = None
@@ -96,9 +99,14 @@ class Arrivals:
 
     def _connect(self, transaction: Transaction, automatic: bool) -> None:
         transaction.on_micro_batch = self.joining.micro_batch_done
+        transaction.before_replay, transaction.on_replay = self.joining.before_replay, self.joining.replayed
         newcomer = self._newcomer
         if newcomer is None:
             return
+
+        def start() -> None:
+            if newcomer.joins:
+                newcomer.start()
 
         def given(last: bool) -> Any:
             return newcomer.micro_batch(last) if newcomer.joins else None
@@ -107,6 +115,7 @@ class Arrivals:
             if newcomer.joins:
                 newcomer.arrive()
 
+        transaction.before_micro_batch = start
         if automatic:
             transaction.given = given
         else:

@@ -141,13 +141,18 @@ class JoinedState:
 
     # ---- everything else ----------------------------------------------------------------------------------------
 
-    def capture(self, result: Any = None, constant: Collection[str] = ()) -> bytes:
+    def loops(self) -> bytes:
+        """Where the loops are, for a :meth:`capture` that comes later."""
+        return self._carrier().pack(private_loops.where_loops_are(self._trainer))
+
+    def capture(self, result: Any = None, constant: Collection[str] = (), loops: bytes = b"") -> bytes:
         """Everything that a peer needs to be equal to this rank, as it is now.
 
         Args:
             result: What the forward and backward of the present step have given: anything with tensors in it.
             constant: Names of buffers that are as every rank has made them, and need not be carried: see
                 :meth:`SnapshotRecorder.constant_buffers`.
+            loops: Where the loops were, if that is not where they are.
         """
         carrier, trainer, module = self._carrier(), self._trainer, self._module
         random_states = carrier.pack(_random_states(self._device))
@@ -159,7 +164,7 @@ class JoinedState:
         content: Content = {
             "kinds": self._kinds(),
             "random": random_states,
-            "loops": carrier.pack(private_loops.where_loops_are(trainer)),
+            "loops": loops or carrier.pack(private_loops.where_loops_are(trainer)),
             "orders": orders,
             "logged": carrier.pack_items("what was logged", _without_groups(carrier, entries)),
             "shown": carrier.pack_items("logged values", private_loops.logged_values(trainer)),
@@ -187,13 +192,14 @@ class JoinedState:
         content["skipped"] = carrier.skipped
         return pickle.dumps(content)
 
-    def install(self, content: bytes, *, fresh_replica: bool = False) -> Joined:
+    def install(self, content: bytes, *, fresh_replica: bool = False, loops: bool = True) -> Joined:
         """Become equal to the rank that has captured this.
 
         Args:
             content: See :meth:`capture`.
             fresh_replica: Whether the giver is of another replica: what its metrics and ``self.log`` have gathered for
                 sums over replicas is counted there, and begins at zero here.
+            loops: Whether the loops go on where the giver's were.
 
         Raises:
             CannotJoin: If this rank's trainer is made of other parts than the giver's. Nothing has changed then.
@@ -203,6 +209,8 @@ class JoinedState:
         carrier = self._carrier()
         with torch.inference_mode(False), torch.no_grad():
             self._install(captured, carrier, fresh_replica)
+            if loops:
+                private_loops.put_loops(self._trainer, carrier.unpack(captured["loops"]))
             result = carrier.unpack(captured["result"])
         self._constant = captured["constant"]
         # last: anything above may have drawn numbers
@@ -227,7 +235,6 @@ class JoinedState:
         for name, packed in captured["owned"].items():
             if packed is not None:
                 owners[name].ntp_restore(carrier.unpack(packed))
-        private_loops.put_loops(trainer, carrier.unpack(captured["loops"]))
         private_loops.put_logged_values(trainer, carrier.unpack_items("logged values", captured["shown"]))
         entries = carrier.unpack_items("what was logged", captured["logged"])
         private_loops.put_logged_entries(trainer, captured["orders"], entries, fresh)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +67,13 @@ class Handover:
         fetched: The batch.
         state: Before it.
         common: What all ranks have in common, before it.
+        started: Whether the state has seen the hooks of its start: the giver replays it.
     """
 
     fetched: Fetched
     state: bytes
     common: dict[str, Any]
+    started: bool
 
 
 @dataclass
@@ -135,12 +137,15 @@ class Captures:
 
     Args:
         schema: The kinds of per-parameter states.
-        state: Everything else, given what a micro-batch has returned or None.
+        state: Everything else, given what a micro-batch has returned or None, and where the loops were if that is not
+            where they are.
+        loops: Where the loops are.
         common: What the strategy has in common on all ranks.
     """
 
     schema: Callable[[], bytes]
-    state: Callable[[Any], bytes]
+    state: Callable[[Any, bytes], bytes]
+    loops: Callable[[], bytes]
     common: Callable[[], dict[str, Any]]
 
 
@@ -171,6 +176,8 @@ class Joining:
         self._count = 0
         self._told: set[int] = set()
         self._last: Fetched | None = None
+        self._step: list[tuple[Fetched, bytes]] = []
+        """The micro-batches of this step so far, and where the loops were; only while somebody stands by."""
         self.awaiting: set[int] = set()
         """Slots whose dataloader is not in position, till the end of the epoch."""
 
@@ -180,7 +187,7 @@ class Joining:
         """The number of the invitation that rank 0 has written; 0 for none."""
         if self._runtime.generation.rank or self._engine.planned is not None or self._redoing():
             return (0,)
-        joins = self._candidates()
+        joins = self._candidates(self._runtime.membership.roster.standby)
         if not joins:
             return (0,)
         number = self._runtime.membership.count("invitations")
@@ -192,9 +199,9 @@ class Joining:
         if not self._redoing():
             self._announced = votes[0]
 
-    def _candidates(self) -> tuple[Join, ...]:
-        """Who stands by and can be let in."""
-        topology, standby = self._engine.layout, self._runtime.membership.roster.standby
+    def _candidates(self, standby: Mapping[int, str]) -> tuple[Join, ...]:
+        """Who of those that stand by can be let in."""
+        topology = self._engine.layout
         if not standby:  # asked in every step
             return ()
         joins = choose_joins(topology, self._runtime.launched, standby)
@@ -217,10 +224,25 @@ class Joining:
     def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: begin to prepare what was announced in its vote."""
         number, self._announced = self._announced, 0
-        if not number or self._engine.planned is not None:
-            return
+        self._step = []
+        if number and self._engine.planned is None:
+            note = self._runtime.membership.read(Keys.invitation(number))
+            self._invite(pickle.loads(note))  # from the job's own store
+
+    def before_replay(self) -> None:
+        """Survivors are about to replay a step: whoever stood by when they met takes part in that very step.
+
+        Not if one of them was between two steps, and will not replay anything.
+        """
+        records = self._engine.records
+        if self._engine.planned is None and all(record["open"] for record in records.values()):
+            standby = {int(slot): uid for slot, uid in records[min(records)]["standby"].items()}
+            joins = self._candidates(standby)
+            if joins:
+                self._invite(joins)
+
+    def _invite(self, joins: tuple[Join, ...]) -> None:
         membership, generation = self._runtime.membership, self._runtime.generation
-        joins: tuple[Join, ...] = pickle.loads(membership.read(Keys.invitation(number)))  # from the job's own store
         before = self._engine.layout
         planned = self._engine.plan_join(joins)
         self._count = 0
@@ -235,22 +257,34 @@ class Joining:
     def fetched(self, fetched: Fetched) -> None:
         """A batch was fetched; who needs it gets it."""
         self._last = fetched
-        planned = self._engine.planned
-        if planned is not None and planned.joins:
-
-            def handover() -> bytes:
-                return pickle.dumps(Handover(fetched, self._captures.state(None), self._captures.common()))
-
-            if fetched.item is not None:
-                self._give(self._given_by_me(), f"batch/{self._count}", handover)
-                self._count += 1
+        if fetched.item is not None:
+            if self._runtime.membership.roster.standby:
+                self._step.append((fetched, self._captures.loops()))
+            self._hand_over(fetched, b"")
         self.hand_again()
+
+    def replayed(self, position: int) -> None:
+        """A micro-batch is about to be replayed; its start is put back."""
+        if position < len(self._step):
+            self._hand_over(*self._step[position])
+
+    def _hand_over(self, fetched: Fetched, loops: bytes) -> None:
+        planned = self._engine.planned
+        if planned is None or not planned.joins:
+            return
+
+        def handover() -> bytes:
+            state, common = self._captures.state(None, loops), self._captures.common()
+            return pickle.dumps(Handover(fetched, state, common, started=bool(loops)))
+
+        self._give(self._given_by_me(), f"batch/{self._count}", handover)
+        self._count += 1
 
     def micro_batch_done(self, result: Any) -> None:
         """A micro-batch is done, and others of its step follow."""
         planned = self._engine.planned
         if planned is not None and planned.joins:
-            self._give(self._given_by_me(), f"after/{self._count - 1}", lambda: self._captures.state(result))
+            self._give(self._given_by_me(), f"after/{self._count - 1}", lambda: self._captures.state(result, b""))
 
     def change(self, result: Any) -> None:
         """Let them in, if somebody was invited. Between the gradient sync of the step and its hooks.
@@ -266,7 +300,7 @@ class Joining:
             return
 
         def outcome() -> bytes:
-            state = self._captures.state(result) if self._automatic else b""
+            state = self._captures.state(result, b"") if self._automatic else b""
             return pickle.dumps(Outcome(self._count, state, self._captures.common(), self._engine.standing()))
 
         self._give(self._given_by_me(), "outcome", outcome)
@@ -291,6 +325,7 @@ class Joining:
     def forget(self) -> None:
         """Training ends: nobody is let in any more."""
         self._announced = 0
+        self._step = []
 
     # ---- who gives --------------------------------------------------------------------------------------------
 

@@ -77,6 +77,8 @@ class Newcomer:
         self._outcome: Outcome | None = None
         self._batches: deque[Handover] = deque()
         self._results: deque[bytes] = deque()
+        self._started = b""
+        """The state before a micro-batch that has seen the hooks of its start, which this rank is about to run."""
         self._fresh = False
         self.replica = -1
         """Where this rank works, once it is invited."""
@@ -101,6 +103,7 @@ class Newcomer:
         handover = self._batches.popleft()
         self._become(handover.state)
         self._take_common(handover.common, ())
+        self._started = handover.state if handover.started else b""
         fetched = handover.fetched
         if self._fresh and fetched.item is not None:
             # the giver's is another replica's
@@ -203,6 +206,12 @@ class Newcomer:
 
     # ---- in the step ------------------------------------------------------------------------------------------
 
+    def start(self) -> None:
+        """A micro-batch of that step starts, and its hooks have run: what the giver's had done is done once."""
+        started, self._started = self._started, b""
+        if started:
+            self._become(started, loops=False)
+
     def micro_batch(self, last: bool) -> Any:
         """In place of a micro-batch of the step in which this rank joins: what the giver's has returned."""
         if last:
@@ -216,9 +225,9 @@ class Newcomer:
         self._take_common(self._outcome.common, self._joined)
         self._entry = None
 
-    def _become(self, state: bytes) -> Any:
+    def _become(self, state: bytes, loops: bool = True) -> Any:
         try:
-            joined = self._carried.install(state, fresh_replica=self._fresh)
+            joined = self._carried.install(state, fresh_replica=self._fresh, loops=loops)
         except CannotJoin as error:
             self.refuse(str(error))
         new = set(joined.skipped) - self._skipped

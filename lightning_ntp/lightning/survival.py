@@ -269,7 +269,14 @@ class Survival:
         evaluation = self.evaluation.record() if self.evaluation is not None else idle
         operations = self.operations.record()
         progress = int(operations["operation"]) + int(evaluation["passed"])
-        return {**operations, "evaluation": evaluation, "progress": progress, "loaded": self._loaded()}
+        return {
+            **operations,
+            "evaluation": evaluation,
+            "progress": progress,
+            "loaded": self._loaded(),
+            "open": self.transaction is not None and self.transaction.open and not self.transaction.redoing,
+            "standby": self._runtime.membership.roster.standby,
+        }
 
     def _write(self, event: str, **details: Any) -> None:
         if self._events is not None:

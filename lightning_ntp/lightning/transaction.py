@@ -113,6 +113,12 @@ class Transaction:
         self.given: Callable[[bool], ClosureResult | None] = lambda last: None
         """What to return in place of a micro-batch, given whether it is the last of its step; None to make it."""
         self.before_manual_step: Callable[[], None] = lambda: None
+        self.before_micro_batch: Callable[[], None] = lambda: None
+        """Called before a micro-batch for the first time, and before what it may have to go back to is remembered."""
+        self.on_replay: Callable[[int], None] = lambda position: None
+        """Called in a replay before each micro-batch, with its number in the step, when its start is put back."""
+        self.before_replay: Callable[[], None] = lambda: None
+        """Called when all survivors are about to replay the step, in their new layout."""
         self._stepping = False
         self.lose_way: Callable[[str], None] = lambda why: None
         """Called when the steps so far cannot be done again."""
@@ -228,6 +234,7 @@ class Transaction:
         """Run ``Strategy.training_step``: with manual optimization that is the whole transaction."""
         if self._trainer.lightning_module.automatic_optimization:
             return run()
+        self.before_micro_batch()
         snapshot = self._recorder.take()  # first: it knows the parameters
         entry = Entry(None, snapshot, self._trainer.fit_loop.batch_idx)
         window = self._window = self._begin(Window([entry], manual=self._manual_state()))
@@ -289,6 +296,7 @@ class Transaction:
         window = self._window_of(closure)
         position = window.position
         if position == len(window.entries):
+            self.before_micro_batch()
             window.entries.append(Entry(closure, self._recorder.take(), self._trainer.fit_loop.batch_idx))
             replaying = False
         else:
@@ -298,7 +306,7 @@ class Transaction:
             nonlocal replaying
             result = None
             if replaying:
-                window.restore(position)
+                self._restore(window, position)
             else:
                 result = self.given(self._stepping)
             replaying = True
@@ -432,15 +440,25 @@ class Transaction:
         window.restore_start()
         window.position = 0
         self._recovery.complete()
+        if not self.redoing:
+            self.before_replay()
         for position in range(keep):
             entry = window.entries[position]
             assert entry.closure is not None
-            window.restore(position)
-            entry.closure.rerun()
+            self._restore(window, position)
+            result = entry.closure.rerun()
+            if not self.redoing:
+                self.on_micro_batch(result)
             window.position = position + 1
         if manual:
-            window.restore(0)
+            self._restore(window, 0)
             window.manual = self._manual_state()
+
+    def _restore(self, window: Window, position: int) -> None:
+        """Go back to the start of a micro-batch that is about to be replayed."""
+        window.restore(position)
+        if not self.redoing:
+            self.on_replay(position)
 
     def _optimized(self) -> set[Any]:
         return {p for o in self._trainer.optimizers for group in o.param_groups for p in group["params"]}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_ntp.comm import Interrupted, StaleGroupError, generation, membership
+from lightning_ntp.comm import Interrupted, StaleGroupError, generation, membership, runtime
 from lightning_ntp.plan import Topology
 from tests.comm.members import GROUPS, describe, die, start, use_every_group, wait_for_interruption
 from tests.harness import World
@@ -401,3 +401,65 @@ def test_twenty_generations_leave_no_thread_descriptor_or_memory_behind(world: C
         early, late = counts[4], counts[-1]
         assert late[0] <= early[0] and late[1] <= early[1] + 2, counts
         assert late[2] - early[2] < 8 << 20, "resident memory grew by more than 0.5 MB per generation"
+
+
+def lose_a_peer_in_the_middle_of_a_message(elements: int) -> Any:
+    """Slot 2 dies while slot 0 sends to it. Gloo forgets the rest of the message, and a thread waits for it."""
+    current = start((2, 1))
+
+    def tasks() -> int:
+        time.sleep(0.5)  # for what ends in the background
+        return len(os.listdir("/proc/self/task"))
+
+    message, before = torch.ones(elements), tasks()
+    use_every_group(current)
+    if current.slot == 2:
+        threading.Timer(0.02, die).start()
+    began = time.monotonic()
+    try:
+        while True:
+            dist.broadcast(message, 0)
+    except Interrupted:
+        current.recover({})
+    seconds = [time.monotonic() - began]
+    held = [tasks() - before]
+    current.recover({})
+    use_every_group(current)
+    held.append(tasks() - before)
+    began = time.monotonic()
+    runtime.shutdown()
+    return held, [*seconds, time.monotonic() - began]
+
+
+def test_a_message_that_its_receiver_dies_of_holds_nobody_up(world: Callable[..., World]) -> None:
+    for held, (recovery, end) in survivors(world, 3, lose_a_peer_in_the_middle_of_a_message, 50_000_000, lost={2}):
+        assert recovery < 10 and end < 10, (recovery, end)
+        assert held[1] <= held[0], f"threads of the next generation stay too: {held}"
+
+
+def send_and_receive(elements: int) -> Any:
+    """Slot 2 dies in the middle of a message to slot 0 and of one from slot 1. Then one comes late."""
+    current, message = start((2, 1)), torch.ones(elements)
+    use_every_group(current)
+    began = time.monotonic()
+    if current.slot == 2:
+        threading.Timer(0.02, die).start()
+        for work in (dist.isend(message, 0), dist.irecv(torch.empty(elements), 1)):
+            assert work is not None
+            work.wait()
+        time.sleep(60)
+    try:
+        dist.recv(message, 2) if current.slot == 0 else dist.send(message, 2)
+    except Interrupted:
+        current.recover({})
+    seconds = time.monotonic() - began
+    if current.slot == 1:
+        time.sleep(3.0)  # longer than connecting may take
+    late = torch.full((3,), float(current.slot))
+    dist.recv(late, 1) if current.slot == 0 else dist.send(late, 0)
+    return seconds, late.tolist()
+
+
+def test_messages_are_interrupted_in_the_middle_and_may_come_late(world: Callable[..., World]) -> None:
+    for seconds, late in survivors(world, 3, send_and_receive, 50_000_000, lost={2}):
+        assert seconds < 5 and late == [1.0] * 3, (seconds, late)

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -263,8 +264,9 @@ class Run:
         kwargs: dict[str, Any],
         env: dict[str, str],
     ) -> None:
-        if "<" in fn.__qualname__ or fn.__module__ == "__main__":
-            raise ValueError(f"{fn.__qualname__} cannot be found by name in another process: move it to module level")
+        named = fn.func if isinstance(fn, partial) else fn
+        if "<" in named.__qualname__ or named.__module__ == "__main__":
+            raise ValueError(f"{named.__qualname__} cannot be found by name elsewhere: move it to module level")
         self.crew = crew
         self.job = uuid.uuid4().hex[:12]
         self.directory = crew.directory / f"run-{self.job}"
