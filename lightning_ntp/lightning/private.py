@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -351,6 +352,22 @@ def patch_restore(trainer: Trainer, together: Callable[[Callable[[], None]], Non
         together(partial(restore, *args, **kwargs))
 
     connector.restore = restore_together  # type: ignore[method-assign]
+
+
+def patch_resume(trainer: Trainer) -> None:
+    """In a newcomer, resume from a checkpoint only if it is still there: its state comes from its peers.
+
+    2.6.6: ``_restore_modules_and_callbacks`` calls ``resume_start``, which loads the file. What restores parts of it
+    does nothing if none was loaded.
+    """
+    connector = trainer._checkpoint_connector
+    resume = partial(type(connector).resume_start, connector)
+
+    def resume_if_there(*args: Any, **kwargs: Any) -> None:
+        with suppress(FileNotFoundError):
+            resume(*args, **kwargs)
+
+    connector.resume_start = resume_if_there  # type: ignore[method-assign]
 
 
 def patch_lr_finder() -> None:

@@ -113,7 +113,7 @@ class NTPStrategy(ParallelStrategy):
             is fit for it. False, or a text that says why not, forbids it, and it is called again after the backoff;
             True, None or an empty text allow it.
         spares: So many of the Trainer's devices train nothing: each has a process with the model built and everything
-            imported, which takes an empty place in the step after the one that has lost it.
+            imported, which takes an empty place in the step that has lost it, or in the next one.
 
     Raises:
         ValueError: If a setting is out of range; the message names it.
@@ -424,6 +424,8 @@ class NTPStrategy(ParallelStrategy):
         share_logger_versions(trainer, self.broadcast)
         private.patch_prepare_data(trainer, partial(self._collectives.run, "prepare_data"))
         private.patch_restore(trainer, self._restore_together)
+        if self._runtime.joining:
+            private.patch_resume(trainer)
         private.patch_lr_finder()
         private.patch_links(trainer, put_link, partial(self._collectives.together, "a link to a checkpoint"))
 

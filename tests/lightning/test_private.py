@@ -78,6 +78,23 @@ def test_a_checkpoint_is_dumped_before_the_strategy_saves_it() -> None:
     assert "ifnotweights_only:" in code and 'checkpoint["optimizer_states"]=' in code
 
 
+def test_a_checkpoint_that_is_gone_is_none_for_who_gets_its_state_from_others(tmp_path: Path) -> None:
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    connector = trainer._checkpoint_connector
+    with pytest.raises(FileNotFoundError):
+        connector.resume_start(tmp_path / "gone.ckpt")
+    private.patch_resume(trainer)
+    connector.resume_start(tmp_path / "gone.ckpt", weights_only=True)
+    assert connector._loaded_checkpoint == {}
+    torch.save({"state_dict": {}, "pytorch-lightning_version": pl.__version__}, tmp_path / "there.ckpt")
+    connector.resume_start(tmp_path / "there.ckpt", weights_only=True)
+    assert "state_dict" in connector._loaded_checkpoint
+    code = source(type(connector)._restore_modules_and_callbacks)
+    assert "self.resume_start(checkpoint_path,weights_only=weights_only)" in code
+    for part in ("model", "datamodule", "callbacks", "training_state", "optimizers_and_schedulers"):
+        assert "ifnotself._loaded_checkpoint:return" in source(getattr(connector, f"restore_{part}")), part
+
+
 def test_the_lr_finder_takes_losses_from_a_callback_and_restores_by_the_connector() -> None:
     finder = importlib.import_module("lightning.pytorch.tuner.lr_finder")
     callback = finder._LRCallback.on_train_batch_end
