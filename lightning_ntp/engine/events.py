@@ -189,7 +189,7 @@ def describe(change: Change, goes_on: str = "") -> str:
         lines.append(f"no replica holds all of it: back to the neighbours' copies, {steps} to do again")
     # `step` counts committed steps, so the one that goes on has that number counted from 0
     step = f"step {change.step + change.gone_back}"
-    lines.append(f"no step was held up: {step}" if change.planned else f"{goes_on or step} goes on")
+    lines.append(f"no step was done again: {step}" if change.planned else f"{goes_on or step} goes on")
     return "; ".join(lines)
 
 

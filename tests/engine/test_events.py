@@ -88,7 +88,7 @@ def test_an_arrival_is_one_line_and_two_events(tmp_path: Path) -> None:
     arrival = Change(full.lose([7])[0], full, (), 17, 557_568, (3, 4), seconds, planned=True)
     assert describe(arrival) == (
         "slot 7 joined: degrees (4, 3) -> (4, 4), 8 ranks; 544.5 KiB moved from slots 3, 4;"
-        " 161 ms (prepare 58 ms, travel 74 ms, wait 0.1 ms, switch 29 ms); no step was held up: step 17"
+        " 161 ms (prepare 58 ms, travel 74 ms, wait 0.1 ms, switch 29 ms); no step was done again: step 17"
     )
     log = EventLog(tmp_path / "events.jsonl", 0, lambda: True)
     log.write_change(arrival)
