@@ -264,9 +264,10 @@ class Run:
         kwargs: dict[str, Any],
         env: dict[str, str],
     ) -> None:
-        named = fn.func if isinstance(fn, partial) else fn
-        if "<" in named.__qualname__ or named.__module__ == "__main__":
-            raise ValueError(f"{named.__qualname__} cannot be found by name elsewhere: move it to module level")
+        if isinstance(fn, partial):
+            fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
+        if "<" in fn.__qualname__ or fn.__module__ == "__main__":
+            raise ValueError(f"{fn.__qualname__} cannot be found by name in another process: move it to module level")
         self.crew = crew
         self.job = uuid.uuid4().hex[:12]
         self.directory = crew.directory / f"run-{self.job}"
