@@ -72,4 +72,6 @@ def _gone(entries: Iterable[Entry]) -> set[int]:
             gone.add(entry.slot)
         elif entry.kind == "admit":
             gone.discard(entry.slot)
+        elif entry.kind == "switch":
+            gone.difference_update(slot for slot, _ in entry.joins)
     return gone
