@@ -165,7 +165,6 @@ class Arrivals:
 
     def _by_number(self, batch_idx: int) -> Any:
         """This replica's batch of that number in the epoch, without its dataloader."""
-        fetching.set_sampler_epoch(self._trainer)
         launched = self._runtime.launched
         replica = launched.place(self._runtime.slot)[0]
         found = self._shared().share(batch_idx, launched, replica)
@@ -209,6 +208,7 @@ class Arrivals:
         assert evaluation is not None
         if self._runtime.joining:
             fetching.set_up_validation(self._trainer, common["validates"])
+            fetching.set_sampler_epoch(self._trainer)  # samples of replicas that are gone are dealt by it
         self._survival.operations.stand_at(common["operations"])
         evaluation.begun = common["loops"]
         self._batches.know(common["batches"], self._trainer)

@@ -123,6 +123,15 @@ def test_a_whole_replica_comes_back_in_the_middle_of_an_epoch(
 
 
 @pytest.mark.chaos
+def test_who_has_joined_in_a_later_epoch_takes_its_part_of_the_samples_of_a_replica_that_is_lost(
+    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    """They are dealt by the order of that epoch."""
+    job = Job((1, 2, 1), ((1, 1, "backward"), (3, 6, "backward")), epochs=4)
+    returns(supervised_returns, world, job, (4, 10), tmp_path, partial=True)
+
+
+@pytest.mark.chaos
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_replica_of_one_comes_back(supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
     returns(supervised_returns, world, Job((1, 1), ((slot, 1, "backward"),)), (2,), tmp_path, partial=True)
