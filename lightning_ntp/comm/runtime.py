@@ -277,9 +277,11 @@ class Runtime:
         agreement, attempts = self._enter(record)
         after = self.generation.topology
         lost = tuple(slot for slot in before.slots if slot not in after.slots)
-        deaths = [d.at for d in agreement.roster.departures if d.kind == "dead" and d.slot in lost]
-        if deaths and 0 < deaths[0] < life.interrupted_at:
-            self._seconds["detect"] = life.interrupted_at - deaths[0]
+        # of a slot the last one: whoever was there before it is another matter
+        deaths = {d.slot: d.at for d in agreement.roster.departures if d.kind == "dead" and d.slot in lost}
+        first = min(deaths.values(), default=0.0)
+        if 0 < first < life.interrupted_at:
+            self._seconds["detect"] = life.interrupted_at - first
         return Recovery(
             before, after, lost, agreement.records, dict(self._seconds), agreement.roster.departures, attempts
         )

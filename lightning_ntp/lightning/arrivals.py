@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,10 +18,10 @@ from lightning_ntp.comm import Interrupted, Runtime
 from lightning_ntp.lightning import private_fetching as fetching
 from lightning_ntp.lightning.batches import Batches
 from lightning_ntp.lightning.identity import describe_job
-from lightning_ntp.lightning.joined_state import JoinedState
+from lightning_ntp.lightning.joined_state import JoinedState, put_random_states, random_states
 from lightning_ntp.lightning.joining import Captures, Fetched, Joining
 from lightning_ntp.lightning.newcomer import Newcomer, TooLate
-from lightning_ntp.lightning.shared_batches import SharedBatches
+from lightning_ntp.lightning.shared_batches import SharedBatches, begins_alike
 from lightning_ntp.lightning.survival import Survival
 from lightning_ntp.lightning.told import Told
 from lightning_ntp.lightning.transaction import Transaction
@@ -94,7 +95,7 @@ class Arrivals:
                 lambda: describe_job(trainer, model),
                 lambda replica: fetching.set_replica(trainer, replica),
             )
-        fetching.patch_fetching(trainer, self.joining.epoch_begins, self._fetch)
+        fetching.patch_fetching(trainer, self._epoch_begins, self._fetch)
         self._connect(transaction, automatic)
 
     def _connect(self, transaction: Transaction, automatic: bool) -> None:
@@ -138,10 +139,15 @@ class Arrivals:
 
     # ---- batches ----------------------------------------------------------------------------------------------
 
+    def _epoch_begins(self) -> None:
+        self.joining.epoch_begins(all(map(begins_alike, fetching.training_loaders(self._trainer))))
+
     def _fetch(self, fetcher: Any) -> Any:
         """The next training batch."""
         number = fetching.batches_seen(self._trainer)
         fetched = self._given(number) or self._own(fetcher, number)
+        if fetched.random is not None and self._runtime.slot in self.joining.awaiting:
+            put_random_states(pickle.loads(fetched.random), self._device)  # from the job's own store
         self.joining.fetched(fetched)
         if fetched.item is None:
             fetcher.done = True
@@ -149,13 +155,18 @@ class Arrivals:
         fetcher.done = fetched.done
         return fetched.item
 
-    @staticmethod
-    def _own(fetcher: Any, number: int) -> Fetched:
+    def _own(self, fetcher: Any, number: int) -> Fetched:
+        # not only if it hands batches now: it may have to, should another one be lost before the step is over
+        shared = bool(self.joining.awaiting)
+        before = pickle.dumps(random_states(self._device)) if shared else None
         try:
-            item = next(fetcher)
+            fetched = Fetched(number, next(fetcher), False)
+            fetched.done = fetcher.done
         except StopIteration:
-            return Fetched(number, None, True)
-        return Fetched(number, item, fetcher.done)
+            fetched = Fetched(number, None, True)
+        after = pickle.dumps(random_states(self._device)) if shared else None
+        fetched.random = after if after != before else None
+        return fetched
 
     def _given(self, number: int) -> Fetched | None:
         """A batch that this rank does not get from its own loader."""
@@ -180,7 +191,6 @@ class Arrivals:
 
     def _by_number(self, batch_idx: int) -> Any:
         """This replica's batch of that number in the epoch, without its dataloader."""
-        fetching.set_sampler_epoch(self._trainer)
         assert self._newcomer is not None
         replica = self._newcomer.replica
         found = self._shared().share(batch_idx, self._runtime.launched, replica)
@@ -224,6 +234,7 @@ class Arrivals:
         assert evaluation is not None
         if self._runtime.joining:
             fetching.set_up_validation(self._trainer, common["validates"])
+            fetching.set_sampler_epoch(self._trainer)  # samples of replicas that are gone are dealt by it
         self._survival.operations.stand_at(common["operations"])
         evaluation.begun = common["loops"]
         self._batches.know(common["batches"], self._trainer)

@@ -155,7 +155,7 @@ class JoinedState:
             loops: Where the loops were, if that is not where they are.
         """
         carrier, trainer, module = self._carrier(), self._trainer, self._module
-        random_states = carrier.pack(_random_states(self._device))
+        drawn = carrier.pack(random_states(self._device))
         constant = frozenset(constant) if self._constant is None else self._constant & frozenset(constant)
         orders, entries = private_loops.logged_entries(trainer)
         states, others = metric_states(module)
@@ -163,7 +163,7 @@ class JoinedState:
         owners = {k: o for k, o in self._owners().items() if hasattr(o, "ntp_snapshot")}
         content: Content = {
             "kinds": self._kinds(),
-            "random": random_states,
+            "random": drawn,
             "loops": loops or carrier.pack(private_loops.where_loops_are(trainer)),
             "orders": orders,
             "logged": carrier.pack_items("what was logged", _without_groups(carrier, entries)),
@@ -214,7 +214,7 @@ class JoinedState:
             result = carrier.unpack(captured["result"])
         self._constant = captured["constant"]
         # last: anything above may have drawn numbers
-        _put_random_states(carrier.unpack(captured["random"]), self._device)
+        put_random_states(carrier.unpack(captured["random"]), self._device)
         return Joined(result, (*captured["skipped"], *carrier.skipped))
 
     def _install(self, captured: Content, carrier: Carrier, fresh: bool) -> None:
@@ -380,7 +380,8 @@ def _packed_call(carrier: Carrier, label: str, call: Callable[[], Any]) -> bytes
         return None
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of this process: Python's, numpy's and torch's."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -389,7 +390,7 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _put_random_states(states: dict[str, Any], device: torch.device) -> None:
+def put_random_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])

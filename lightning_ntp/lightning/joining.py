@@ -6,7 +6,8 @@ of step k - 1. Beside step k shards travel to it (:mod:`lightning_ntp.engine.pla
 last (:mod:`lightning_ntp.lightning.joined_state`), and what ``training_step`` has returned. After the gradient sync of
 step k it is a member, and finishes the step with the others without having computed it.
 
-For the rest of the epoch its own dataloader is not in position: the giver hands it every batch.
+For the rest of the epoch its own dataloader is not in position: the giver hands it every batch. For the rest of the fit
+even, if the dataloader may have a state that it carries from epoch to epoch.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ class Fetched:
         number: Of the batch, counted through all epochs.
         item: None at the end of the data.
         done: Whether it is the last one.
+        random: The random states after it, pickled, if the data has drawn from them; None if not.
     """
 
     number: int
     item: Item | None
     done: bool
+    random: bytes | None = None
 
 
 @dataclass
@@ -179,7 +182,7 @@ class Joining:
         self._step: list[tuple[Fetched, bytes]] = []
         """The micro-batches of this step so far, and where the loops were; only while somebody stands by."""
         self.awaiting: set[int] = set()
-        """Slots whose dataloader is not in position, till the end of the epoch."""
+        """Slots whose dataloader is not in position, till the end of the epoch at least."""
 
     # ---- in the vote ------------------------------------------------------------------------------------------
 
@@ -307,20 +310,31 @@ class Joining:
         self._engine.switch()
         self.awaiting |= {join.slot for join in planned.joins}
 
+    @property
+    def hands(self) -> bool:
+        """Whether it falls to this rank to hand batches to those of its replica that have no loader in position."""
+        topology, replica = self._engine.layout, self._runtime.generation.replica
+        mates = topology.tensor_parallel_slots(replica)
+        return bool(self.awaiting.intersection(mates)) and self._runtime.slot == self.giver(topology, replica)
+
     def hand_again(self) -> None:
         """Leave the newest batch for those of this replica that have no loader in position, if that falls to me."""
-        topology, slot, last = self._engine.layout, self._runtime.slot, self._last
-        replica = self._runtime.generation.replica
-        mates = topology.tensor_parallel_slots(replica)
-        if last is None or not self.awaiting.intersection(mates) or slot != self.giver(topology, replica):
+        last, replica = self._last, self._runtime.generation.replica
+        if last is None or not self.hands:
             return
         self._runtime.membership.post(Keys.batch(replica, last.number), pickle.dumps(last))
         # who votes on a step has its batch
         self._runtime.membership.remove(Keys.batch(replica, last.number - 2))
 
-    def epoch_begins(self) -> None:
-        """All dataloaders are in position."""
-        self.awaiting, self._last = set(), None
+    def epoch_begins(self, alike: bool) -> None:
+        """An epoch begins.
+
+        Args:
+            alike: Whether the dataloaders of all ranks are in position then, whatever they have given before.
+        """
+        self._last = None
+        if alike:
+            self.awaiting = set()
 
     def forget(self) -> None:
         """Training ends: nobody is let in any more."""

@@ -220,9 +220,11 @@ class Newcomer:
 
     def micro_batch(self, last: bool) -> Any:
         """In place of a micro-batch of the step in which this rank joins: what the giver's has returned."""
+        result = self._become(self._results.popleft())
         if last:
+            # after it: the giver's state is of before the change, of which all are told in the same moment
             self.arrive()
-        return self._become(self._results.popleft())
+        return result
 
     def arrive(self) -> None:
         """From here on this rank works with the others."""

@@ -90,10 +90,15 @@ def set_up_validation(trainer: Trainer, wanted: bool) -> None:
         loop._combined_loader = None
 
 
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """2.6.6: all of them, however they are combined."""
+    loaders = trainer.fit_loop._combined_loader
+    return list(loaders.flattened) if loaders is not None else []
+
+
 def set_sampler_epoch(trainer: Trainer) -> None:
     """2.6.6: ``_FitLoop.on_advance_start`` does so at the beginning of an epoch."""
-    loaders = trainer.fit_loop._combined_loader
-    for loader in loaders.flattened if loaders is not None else ():
+    for loader in training_loaders(trainer):
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(trainer.fit_loop.epoch_progress.current.processed)  # type: ignore[attr-defined]

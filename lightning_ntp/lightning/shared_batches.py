@@ -11,7 +11,14 @@ import copy
 import logging
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_ntp.plan import Topology
 
@@ -83,6 +90,22 @@ class SharedBatches:
             self._indices = (sampler.epoch, dealt)
         start = batch_idx * loader.batch_size
         return self._indices[1][replica][start : start + loader.batch_size]
+
+
+def begins_alike(loader: Any) -> bool:
+    """Whether at the beginning of an epoch a loader gives what another one gives that has run through earlier epochs.
+
+    What keeps a state of its own from epoch to epoch does not, as far as we can know: a generator, workers that stay, a
+    user's own sampler or stream.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    if loader.generator is not None or loader.persistent_workers or type(loader.batch_sampler) is not BatchSampler:
+        return False
+    sampler = loader.sampler
+    # without a generator it asks the random state of the process, which all ranks of a replica have in common
+    drawn = type(sampler) is RandomSampler and sampler.generator is None
+    return drawn or type(sampler) in (SequentialSampler, DistributedSampler)
 
 
 def _can_be_shared(loader: Any) -> bool:

@@ -208,7 +208,8 @@ def train(job: Job, directory: str) -> dict[str, Any]:
         },
         callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, Drains(job.drains), FaultInjector(faults)],
     )
-    trainer.fit(module, DataLoader(Samples(job.samples), batch_size=PER_REPLICA, shuffle=True))
+    make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
+    trainer.fit(module, make(job.samples))
     found = {
         "losses": ledger.losses,
         "logged": ledger.logged,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader
 
 from tests.lightning.rigs import EndState, assert_same, slot
 from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
 from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Worlds, _module, numbers, undisturbed
-from tests.recovery.supervised import Supervised, SupervisingProcess
+from tests.recovery.models import Automatic
+from tests.recovery.supervised import Supervised, SupervisingProcess, holdings
 
+_SETTLE_SECONDS = 2.0
 OPTIONS: dict[str, Any] = {"max_restarts": 20, "restart_backoff": timedelta(0)}
 """Of the supervisor."""
 
@@ -72,7 +75,8 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
         },
         callbacks=[*module.extra_callbacks(directory), end, ledger, WaitsForNewcomers(waits), FaultInjector(faults)],
     )
-    trainer.fit(module, DataLoader(Samples(job.samples), batch_size=PER_REPLICA, shuffle=True))
+    make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
+    trainer.fit(module, make(job.samples))
     return {
         "losses": ledger.losses,
         "logged": ledger.logged,
@@ -81,9 +85,12 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
         "world": trainer.world_size,
         "degrees": trainer.strategy.topology.degrees,
         "changes": len(ledger.changes),
-        "parameters": end.parameters,
-        "optimizers": end.optimizers,
+        # who has come too late has passed over the fit
+        "parameters": getattr(end, "parameters", {}),
+        "optimizers": getattr(end, "optimizers", []),
+        "joined": not trainer.strategy._runtime.joining,
         "slot": slot(),
+        "held": module.counted.found if isinstance(module, Watched) else {},
     }
 
 
@@ -120,8 +127,12 @@ def returns(
     arguments = (job, tuple(waits), str(directory / "job"), tuple(fates))
     got = supervising.run(sum(job.degrees), directory / "job", train_and_return, *arguments, **{**OPTIONS, **options})
     assert got.code == 0, f"{got.cause}\n{got.output}\n{[o.stacks for o in got.outcomes]}"
-    assert not got.left
+    # of Python's own, of whoever is killed while it has workers
+    assert not [name for name in got.left if not name.startswith("pymp-")]
     print(got.output)
+    for outcome in got.outcomes:
+        if outcome.state == "returned" and not outcome.value["joined"]:
+            outcome.state = "died"  # it has come when the fit was over
     assert got.survivors, got.output
     first = got.first
     if degrees is None:
@@ -151,3 +162,39 @@ def returns(
     for epoch, ids in epochs.items():
         assert sorted(ids) == list(range(job.samples)), f"epoch {epoch} trained on {sorted(ids)}"
     return got
+
+
+class Census(Callback):
+    """Counts what this process holds before some steps, once what ends in the background has ended.
+
+    Args:
+        steps: Before which.
+    """
+
+    ntp_own_attributes = ("found",)
+
+    def __init__(self, steps: Iterable[int]) -> None:
+        self._steps = set(steps)
+        self.found: dict[int, dict[str, Any]] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        if step in self._steps and step not in self.found and not trainer.strategy._runtime.joining:
+            time.sleep(_SETTLE_SECONDS)  # all at once: they wait for each other in the step
+            self.found[step] = holdings()
+
+
+class Watched(Automatic):
+    """Counts what each process holds.
+
+    Args:
+        census: Before which steps.
+    """
+
+    def __init__(self, census: tuple[int, ...], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._census = census
+
+    def extra_callbacks(self, directory: str) -> list[Callback]:
+        self.counted = Census(self._census)
+        return [self.counted]
