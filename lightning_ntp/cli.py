@@ -2,8 +2,9 @@
 
 The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
 among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there is
-``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`)
-and ``restart`` (:mod:`lightning_ntp.restart_command`), which speak to a running job.
+``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`),
+``restart`` (:mod:`lightning_ntp.restart_command`) and ``relayout`` (:mod:`lightning_ntp.relayout_command`), which speak
+to a running job.
 
 The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
 it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
@@ -26,14 +27,14 @@ _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
     "epilog": "Besides these, `lightning-ntp plan` prints what the loss of a rank would cost, and starts nothing;"
     " `lightning-ntp drain SLOT` lets a rank of a running job leave, `lightning-ntp restart SLOT` starts one that is"
-    " gone again. Each has a --help of its own.",
+    " gone again, `lightning-ntp relayout` lets slots go back to their places. Each has a --help of its own.",
 }
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line ``args`` (default: the process's arguments).
 
-    That is ``plan``, ``drain``, ``restart``, or a subcommand of LightningCLI.
+    That is ``plan``, ``drain``, ``restart``, ``relayout``, or a subcommand of LightningCLI.
 
     Raises:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
@@ -53,6 +54,11 @@ def main(args: Sequence[str] | None = None) -> None:
         from lightning_ntp import restart_command
 
         restart_command.main(given[1:])
+        return
+    if given[:1] == ["relayout"]:
+        from lightning_ntp import relayout_command
+
+        relayout_command.main(given[1:])
         return
     build(args)
 

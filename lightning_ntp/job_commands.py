@@ -15,8 +15,13 @@ _TICK = 0.1
 def add_arguments(parser: argparse.ArgumentParser, wait_for: str) -> None:
     """Add ``SLOT``, ``--job`` and ``--wait``."""
     parser.add_argument("slot", type=int, metavar="SLOT", help="which one, as in the log: slot 0, 1, ...")
-    parser.add_argument("--job", help="which job, if several run: its id, or how it begins")
+    add_job(parser)
     parser.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help=f"wait until it has {wait_for}")
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Add ``--job``."""
+    parser.add_argument("--job", help="which job, if several run: its id, or how it begins")
 
 
 def chosen_job(parser: argparse.ArgumentParser, name: str | None) -> RunningJob:

@@ -69,7 +69,7 @@ def test_the_help_names_the_commands_that_are_not_lightnings(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     whole = " ".join(capsys.readouterr().out.split())
-    for command in ("plan", "drain", "restart"):
+    for command in ("plan", "drain", "restart", "relayout"):
         assert f"`lightning-ntp {command}" in whole
         with pytest.raises(SystemExit) as done:
             cli.main([command, "--help"])

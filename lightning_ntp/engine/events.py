@@ -168,7 +168,7 @@ def describe(change: Change, goes_on: str = "") -> str:
         parts.append(f"{name_slots(change.lost)} lost")
     if change.joined:
         parts.append(f"{name_slots(change.joined)} joined")
-    head = " and ".join(parts) or "all members live, new groups"
+    head = " and ".join(parts) or ("slots are at their places" if change.planned else "all members live, new groups")
     degrees = f"degrees {show_degrees(change.before)} -> {show_degrees(change.after)}"
     if change.before.degrees == change.after.degrees:
         degrees = f"degrees {show_degrees(change.after)} as before"

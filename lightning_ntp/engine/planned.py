@@ -24,7 +24,7 @@ from lightning_ntp.plan import Entry, Join, Roster, Topology
 
 
 class PlannedChange:
-    """A leave or an arrival, from its announcement to the change. All members make it at the same committed step.
+    """A leave, an arrival or a return to places, from its announcement to the change. All members make it at one step.
 
     Args:
         runtime: The rank's runtime.
@@ -33,6 +33,7 @@ class PlannedChange:
         before: The topology the shards are cut for.
         leaver: The slot that leaves; -1 if none does.
         joins: Who joins.
+        settles: Whether members go back to their places of the launch.
         reason: Why somebody leaves, for people.
     """
 
@@ -44,10 +45,15 @@ class PlannedChange:
         before: Topology,
         leaver: int = -1,
         joins: Sequence[Join] = (),
+        settles: bool = False,
         reason: str = "",
     ) -> None:
         self._runtime, self.before, self.leaver, self.joins, self.reason = runtime, before, leaver, joins, reason
-        self.after = grown(before, joins) if joins else before.lose([leaver])[0]
+        self.settles = settles
+        if settles:
+            self.after = before.settled(runtime.launched)
+        else:
+            self.after = grown(before, joins) if joins else before.lose([leaver])[0]
         self._resharding = Resharding(model, states(), before, self.after, gone=())
         self.moved, self.sources = self._resharding.bytes_moved(), self._resharding.sources()
         self.seconds: dict[str, float] = {}
@@ -76,7 +82,9 @@ class PlannedChange:
             self._resharding.travel_gradients(self._preparation.group, slots, self._runtime.slot)
         uid = self._runtime.membership.roster.members.get(self.leaver, "")
         number = self._runtime.generation.number
-        change = Entry("switch", self.leaver, uid, self.reason, round=number, joins=tuple(self.joins))
+        change = Entry(
+            "switch", self.leaver, uid, self.reason, round=number, joins=tuple(self.joins), settles=self.settles
+        )
         roster = self._runtime.switch(self._preparation, change)
         if roster is None:
             raise Interrupted("a planned change was interrupted: the membership has changed")

@@ -186,6 +186,17 @@ class RecoveryEngine:
         """
         return self._plan(joins=joins)
 
+    def plan_settling(self) -> bool:
+        """Begin to prepare for members to go back to their places of the launch. All members call it at the same step.
+
+        Returns:
+            False if all are there.
+        """
+        if self._layout.settled(self._runtime.launched) == self._layout:
+            return False
+        self._plan(settles=True)
+        return True
+
     def _plan(self, **change: Any) -> PlannedChange:
         assert self._model is not None and self.planned is None
         self.planned = PlannedChange(self._runtime, self._model, self._states, self._layout, **change)
@@ -236,7 +247,7 @@ class RecoveryEngine:
         before, self._layout = planned.before, planned.after
         if self.copies is not None:
             self.copies.renew()
-            if not lost:
+            if {*planned.after.slots} - {*before.slots}:
                 self.copies.forget("a rank has joined, which has not seen the steps before")
         change = Change(
             before,

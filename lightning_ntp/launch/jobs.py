@@ -60,6 +60,11 @@ def leave_reason(directory: Path, slot: int) -> Path:
     return directory / f"drain-{slot}"
 
 
+def relayout_demand(directory: Path) -> Path:
+    """The file by which somebody demands that slots go back to their places. Rank 0 takes it away."""
+    return directory / "relayout"
+
+
 def restart_demand(directory: Path, slot: int) -> Path:
     """The file by which somebody demands that a slot is started again. The supervisor takes it away."""
     return directory / f"restart-{slot}"

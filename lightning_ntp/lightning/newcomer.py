@@ -131,7 +131,6 @@ class Newcomer:
         """Become a member, unless the invitation comes to nothing."""
         slot, name = self._runtime.slot, invitation.name
         entry: PlannedEntry | None = None
-        progress.current().begin(Tag.STEP)  # from now on the members wait for it
         try:
             self._carried.make_states(self._given(invitation, "schema"))
             entry = PlannedEntry(
@@ -153,7 +152,6 @@ class Newcomer:
                 entry.drop()
             if isinstance(error, TooLate):
                 raise
-            progress.current().back_to(Tag.SETUP)
             return
         except CannotJoin as error:
             self.refuse(str(error))

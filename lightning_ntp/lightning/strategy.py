@@ -33,6 +33,7 @@ from lightning_ntp.comm import (
     runtime,
 )
 from lightning_ntp.launch import RankIdentity, is_rank, progress
+from lightning_ntp.launch.jobs import relayout_demand
 from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import calls, private
 from lightning_ntp.lightning import checkpoint as checkpoints
@@ -55,6 +56,7 @@ from lightning_ntp.lightning.optimizers import check_optimizers
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.redundancy import Redundancy
+from lightning_ntp.lightning.relayout import Relayout
 from lightning_ntp.lightning.snapshot import SnapshotRecorder
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.summary import UnshardedSummary
@@ -217,6 +219,7 @@ class NTPStrategy(ParallelStrategy):
         self._redundancy: Redundancy | None = None
         self._draining: Draining | None = None
         self._arrivals: Arrivals | None = None
+        self._relayout: Relayout | None = None
         self._told: Told | None = None
         # methods rather than lambdas: the strategy is pickled for spawned ranks
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
@@ -500,7 +503,7 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
-        self._stop.riders, self._draining, self._arrivals = [], None, None
+        self._stop.riders, self._draining, self._arrivals, self._relayout = [], None, None, None
         if transaction is not None:
             assert self._runtime is not None
             draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
@@ -520,11 +523,15 @@ class NTPStrategy(ParallelStrategy):
                 self.root_device,
                 self._told,
             )
-            self._stop.riders.append(arrivals.joining)
-            transaction.on_commit += [draining.step_done, arrivals.joining.step_done]
+            identity = RankIdentity.from_environ()
+            demand = None if identity.job_dir is None else relayout_demand(identity.job_dir)
+            relayout = self._relayout = Relayout(self._runtime, survival.engine, demand)
+            self._stop.riders += [arrivals.joining, relayout]
+            transaction.on_commit += [draining.step_done, arrivals.joining.step_done, relayout.step_done]
 
             def change(result: Any) -> None:
                 draining.change()
+                relayout.change()
                 arrivals.joining.change(result)
 
             transaction.on_gradients = change
@@ -549,6 +556,19 @@ class NTPStrategy(ParallelStrategy):
         if self._draining is None:
             raise RuntimeError(f"drain(slot={slot}): ranks can leave as planned only while a fit is running")
         self._draining.request(slot, reason)
+
+    def relayout(self) -> None:
+        """Let all slots go back to their places of the launch, in one of the next training steps.
+
+        After losses and returns the slots of a replica may hold other parts of the model than at launch: as right, but
+        perhaps not as near to those they exchange gradients with. On any rank, from any callback.
+
+        Raises:
+            RuntimeError: Outside of a fit.
+        """
+        if self._relayout is None:
+            raise RuntimeError("relayout(): slots can go back to their places only while a fit is running")
+        self._relayout.request()
 
     def _drain_self(self, reason: str) -> bool:
         assert self._draining is not None
@@ -1132,7 +1152,7 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
-        self._stop.riders, self._draining, self._arrivals = [], None, None
+        self._stop.riders, self._draining, self._arrivals, self._relayout = [], None, None, None
         if self._survival is not None:
             if self._is_done():
                 # nobody leaves while others may still need what it holds

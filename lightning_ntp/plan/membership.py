@@ -51,6 +51,8 @@ class Entry:
     """Makes equal entries of two writers different, so that a writer knows its own."""
     joins: tuple[Join, ...] = ()
     """``switch``: who joins with it."""
+    settles: bool = False
+    """``switch``: whether all go back to their places of the launch; nobody leaves or joins."""
 
     def encode(self) -> str:
         """The entry as one line of JSON."""
@@ -184,6 +186,8 @@ class Roster:
         """
         if entry.round != self.commit or not self.settled:
             return seen
+        if entry.settles:
+            return replace(seen, commit=seen.position, topology=self.topology.settled(self.start))
         if entry.joins:
             return self._joined(entry.joins, seen)
         uid = self.members.get(entry.slot)

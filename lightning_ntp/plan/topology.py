@@ -195,6 +195,25 @@ class Topology:
             topology = topology.join(replica, slot)
         return topology
 
+    def settled(self, start: Topology) -> Topology:
+        """The same members at the indices that they had at launch, as far as their replicas have these now.
+
+        Args:
+            start: The topology at launch.
+        """
+        replicas: list[Mapping[int, int]] = []
+        for replica, members in enumerate(self.replicas):
+            homes = {
+                i: slot for i, slot in start.replicas[replica].items() if i in members and slot in members.values()
+            }
+            others = {i: slot for i, slot in members.items() if slot not in homes.values()}
+            # who has none stays where it is, unless that is somebody's home
+            homes |= {i: slot for i, slot in others.items() if i not in homes}
+            left = [slot for slot in others.values() if slot not in homes.values()]
+            homes |= dict(zip(sorted(members.keys() - homes.keys()), left, strict=True))
+            replicas.append(homes)
+        return self._with(tuple(replicas))
+
     def alone(self, slot: int, replica: int) -> Topology:
         """A job of the same shape in which ``slot``, in ``replica``, is all that there is."""
         members = {self.family.indices(1)[0]: slot}

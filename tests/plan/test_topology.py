@@ -177,3 +177,28 @@ def test_bad_joins_are_refused() -> None:
 def test_losing_nobody_changes_nothing() -> None:
     topology = Topology.start((4, 3))
     assert topology.lose(()) == (topology, ())
+
+
+@quick
+@given(st.data(), topologies(least=2))
+def test_settled_members_are_at_home_as_far_as_they_can(data: st.DataObject, start: Topology) -> None:
+    topology = start
+    for _ in range(data.draw(st.integers(0, 3))):
+        topology = change(data, topology)
+    settled = topology.settled(start)
+    check(settled)
+    for before, after, home in zip(topology.replicas, settled.replicas, start.replicas, strict=True):
+        assert sorted(before.values()) == sorted(after.values()) and before.keys() == after.keys()
+        assert all(after[i] == slot for i, slot in home.items() if i in after and slot in after.values())
+    assert settled.settled(start) == settled
+    assert start.settled(start) == start
+
+
+def test_settling_moves_nobody_without_need() -> None:
+    start = Topology.start((3, 3))
+    topology = start.lose([0, 4])[0]  # the list says index 0, so slot 3 takes the place of slot 4
+    assert topology.replicas == ({1: 1, 2: 2}, {1: 3, 2: 5})
+    assert topology.settled(start) == topology
+    back = topology.grow({0: 0, 4: 1})
+    assert back.replicas == ({0: 0, 1: 1, 2: 2}, {0: 4, 1: 3, 2: 5})
+    assert back.settled(start).replicas == start.replicas

@@ -90,6 +90,7 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
         "optimizers": getattr(end, "optimizers", []),
         "joined": not trainer.strategy._runtime.joining,
         "slot": slot(),
+        "replicas": trainer.strategy.topology.replicas,
         "held": module.counted.found if isinstance(module, Watched) else {},
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_ntp.engine.events import FILE_NAME, read_events
+from lightning_ntp.plan import Topology
 from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
 from tests.recovery.jobs import EXACT, Job, Worlds
 from tests.recovery.rejoining import OPTIONS, returns, train_and_return
@@ -58,6 +59,16 @@ def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(change["lost"], change["joined"]) for change in changes] == [([slot], []), ([], [4])]
     assert changes[0]["step"] == changes[1]["step"]
+
+
+def test_slots_go_back_to_their_places(supervised_returns: Supervising, world: Worlds, tmp_path: Path) -> None:
+    """Both replicas lose a rank, at different indices: who stays behind in the second one takes another index."""
+    job = Job((2, 2), ((0, 0, "backward"), (3, 1, "backward")), module="Settles", epochs=3)
+    got = returns(supervised_returns, world, job, (3,), tmp_path)
+    assert got.first["replicas"] == Topology.start((2, 2)).replicas
+    changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
+    assert [(len(change["lost"]), len(change["joined"])) for change in changes][-1] == (0, 0)
+    assert changes[-1]["bytes"] and "slots are at their places" in got.output
 
 
 IN_TEST = ("accumulation",)
