@@ -132,7 +132,9 @@ class JoinedState:
         Raises:
             CannotJoin: If this rank differs in a way that cannot be made right.
         """
-        content: Content = pickle.loads(schema)  # from the job's own store
+        content: Content | CannotJoin = pickle.loads(schema)  # from the job's own store
+        if isinstance(content, CannotJoin):
+            raise content
         self._refuse_differences(content["kinds"])
         carrier = self._carrier()
         with torch.inference_mode(False), torch.no_grad():

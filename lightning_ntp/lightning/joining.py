@@ -21,6 +21,7 @@ from typing import Any
 
 from lightning_ntp.comm import Runtime
 from lightning_ntp.engine import RecoveryEngine
+from lightning_ntp.lightning.state_schema import CannotJoin
 from lightning_ntp.plan import Topology
 
 log = logging.getLogger("lightning_ntp")
@@ -161,6 +162,8 @@ class Joining:
         self._announced = 0
         self._count = 0
         self._told: set[int] = set()
+        self._given: list[str] = []
+        self._handed: list[str] = []
         self._last: Fetched | None = None
         self.awaiting: set[int] = set()
         """Slots whose dataloader is not in position, till the end of the epoch at least."""
@@ -212,6 +215,8 @@ class Joining:
     def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: begin to prepare what was announced in its vote."""
         number, self._announced = self._announced, 0
+        if self._engine.planned is None:  # who has joined has read all of it, and nobody else will
+            self._take_back(self._given)
         if not number or self._engine.planned is not None:
             return
         membership, generation = self._runtime.membership, self._runtime.generation
@@ -220,7 +225,11 @@ class Joining:
         planned = self._engine.plan_join(joins)
         self._count = 0
         for slot in self._given_by_me():
-            membership.post(Keys.given(planned.name, slot, "schema"), self._captures.schema())
+            try:
+                schema = self._captures.schema()
+            except CannotJoin as error:  # the newcomer's affair, not this rank's
+                schema = pickle.dumps(error)
+            self._give(planned.name, slot, "schema", schema)
         if generation.rank == 0:
             content = pickle.dumps(Invitation(joins, planned.name, generation.number, before))
             for uid in joins.values():
@@ -281,9 +290,12 @@ class Joining:
         last, replica = self._last, self._runtime.generation.replica
         if last is None or not self.hands:
             return
-        self._runtime.membership.post(Keys.batch(replica, last.number), pickle.dumps(last))
+        key = Keys.batch(replica, last.number)
+        self._runtime.membership.post(key, pickle.dumps(last))
         # who votes on a step has its batch
-        self._runtime.membership.remove(Keys.batch(replica, last.number - 2))
+        before = self._handed[:-1]
+        self._take_back(before)
+        self._handed = [*self._handed[-1:], *([key] if key not in self._handed else [])]
 
     def epoch_begins(self, alike: bool) -> None:
         """An epoch begins.
@@ -292,6 +304,7 @@ class Joining:
             alike: Whether the dataloaders of all ranks are in position then, whatever they have given before.
         """
         self._last = None
+        self._take_back(self._handed)
         if alike:
             self.awaiting = set()
 
@@ -321,4 +334,11 @@ class Joining:
         return [slot for slot, giver in givers.items() if giver == self._runtime.slot]
 
     def _give(self, change: str, slot: int, what: str, content: bytes) -> None:
-        self._runtime.membership.post(Keys.given(change, slot, what), content)
+        key = Keys.given(change, slot, what)
+        self._runtime.membership.post(key, content)
+        self._given.append(key)
+
+    def _take_back(self, keys: list[str]) -> None:
+        """The store is in the memory of the launching process: leave nothing there that nobody will read."""
+        while keys:
+            self._runtime.membership.remove(keys.pop())
