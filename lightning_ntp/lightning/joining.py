@@ -178,6 +178,8 @@ class Joining:
         self._announced = 0
         self._count = 0
         self._told: set[int] = set()
+        self._given: list[str] = []
+        self._handed: list[str] = []
         self._last: Fetched | None = None
         self._step: list[tuple[Fetched, bytes]] = []
         """The micro-batches of this step so far, and where the loops were; only while somebody stands by."""
@@ -228,6 +230,8 @@ class Joining:
         """A step is committed: begin to prepare what was announced in its vote."""
         number, self._announced = self._announced, 0
         self._step = []
+        if self._engine.planned is None:  # who has joined has read all of it, and nobody else will
+            self._take_back(self._given)
         if number and self._engine.planned is None:
             note = self._runtime.membership.read(Keys.invitation(number))
             self._invite(pickle.loads(note))  # from the job's own store
@@ -322,9 +326,12 @@ class Joining:
         last, replica = self._last, self._runtime.generation.replica
         if last is None or not self.hands:
             return
-        self._runtime.membership.post(Keys.batch(replica, last.number), pickle.dumps(last))
+        key = Keys.batch(replica, last.number)
+        self._runtime.membership.post(key, pickle.dumps(last))
         # who votes on a step has its batch
-        self._runtime.membership.remove(Keys.batch(replica, last.number - 2))
+        before = self._handed[:-1]
+        self._take_back(before)
+        self._handed = [*self._handed[-1:], *([key] if key not in self._handed else [])]
 
     def epoch_begins(self, alike: bool) -> None:
         """An epoch begins.
@@ -333,6 +340,7 @@ class Joining:
             alike: Whether the dataloaders of all ranks are in position then, whatever they have given before.
         """
         self._last = None
+        self._take_back(self._handed)
         if alike:
             self.awaiting = set()
 
@@ -371,4 +379,11 @@ class Joining:
         planned = self._engine.planned
         assert planned is not None
         for slot in slots:
-            self._runtime.membership.post(Keys.given(planned.name, slot, what), pickle.dumps(given))
+            key = Keys.given(planned.name, slot, what)
+            self._runtime.membership.post(key, pickle.dumps(given))
+            self._given.append(key)
+
+    def _take_back(self, keys: list[str]) -> None:
+        """The store is in the memory of the launching process: leave nothing there that nobody will read."""
+        while keys:
+            self._runtime.membership.remove(keys.pop())

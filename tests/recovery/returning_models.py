@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
+from lightning_ntp.launch import RankIdentity
+from lightning_ntp.launch.log import left_key
 from tests.lightning.rigs import slot
 from tests.recovery.jobs import PER_REPLICA, Samples
-from tests.recovery.models import Automatic
+from tests.recovery.models import HIDDEN, Automatic
 
 
 class Streams(Automatic):
@@ -119,3 +123,58 @@ class Dropping(Automatic):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.net.dropout.p = 0.3
+
+
+class _Differs(Automatic):
+    """A process that is started again is of another version; the others wait until it has seen that."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.other = RankIdentity.from_environ().joins
+
+    def extra_callbacks(self, directory: str) -> list[Callback]:
+        return [_WaitsUntilRefused()]
+
+
+class _WaitsUntilRefused(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        identity, membership = RankIdentity.from_environ(), trainer.strategy._runtime.membership
+        ranks = len(trainer.strategy._runtime.launched.slots)
+        if trainer.global_step != 3 or identity.joins or len(membership.roster.members) == ranks:
+            return
+        deadline = time.monotonic() + 60
+        while membership.find(left_key(f"{identity.job}.{ranks}")) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+class Longer(_Differs):
+    """Its data has more samples."""
+
+    def loader(self, count: int) -> DataLoader[Any]:
+        return DataLoader(Samples(count + 4 * self.other), batch_size=PER_REPLICA, shuffle=True)
+
+
+class Wider(_Differs):
+    """Its head is wider."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.other:
+            self.net.head = nn.Linear(HIDDEN, 3)
+
+
+class Newer(_Differs):
+    """It finds another torch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if self.other:
+            version = importlib.metadata.version
+            importlib.metadata.version = lambda name: "99.0" if name == "torch" else version(name)
+
+
+class Slower(_Differs):
+    """Its optimizer has another learning rate."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01 if self.other else 0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +236,25 @@ def test_another_peer_hands_the_newcomer_its_batches_when_the_giver_dies(
     """It had fetched the batch already, before that fell to it."""
     job = Job((3, 2), ((2, 1, "backward"),), batches=10, epochs=2)
     returns(supervised_returns, world, job, (3, 9), tmp_path, [Fate(0, 0, "fetch", number)], heartbeat=None)
+
+
+# ---- other versions -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "told"),
+    [
+        pytest.param("Longer", r"training data 0 is .* here and .* there", marks=pytest.mark.chaos),
+        ("Wider", r"parameter net\.head\.weight is \(3, 6\), .* here and \(2, 6\), .* there"),
+        pytest.param("Newer", r"package torch is 99\.0 here", marks=pytest.mark.chaos),
+        pytest.param("Slower", r"optimizer 0 is AdamW\(.*lr=0\.01.*\) here", marks=pytest.mark.chaos),
+    ],
+)
+def test_a_newcomer_of_another_version_is_refused_and_the_job_goes_on(
+    supervised_returns: Supervising, world: Worlds, module: str, told: str, tmp_path: Path
+) -> None:
+    job = Job((2, 2), LOST, module=_OURS + module)
+    got = returns(supervised_returns, world, job, (), tmp_path, degrees=(1, 2))
+    assert re.search(f"slot 1 cannot join: it does not run what the job runs: .*{told}", got.output), got.output
+    assert "the job does not take it; it is not started again unless `lightning-ntp restart 1` demands it" in got.output
+    assert "restart 2 of" not in got.output
