@@ -186,7 +186,7 @@ class Slower(_Differs):
 
 
 class Drained(Automatic):
-    """Slot 1 leaves as planned, and is started again when a person demands it."""
+    """Under a supervisor slot 1 leaves as planned, and is started again when a person demands it."""
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
         return [_DrainsAndDemands()]
@@ -194,7 +194,7 @@ class Drained(Automatic):
 
 class _DrainsAndDemands(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.strategy._runtime.joining or slot() != 2:
+        if trainer.strategy._runtime.joining or slot() != 2 or JOB_DIR not in os.environ:
             return
         if trainer.global_step == 1:
             trainer.strategy.drain(1, "maintenance")
