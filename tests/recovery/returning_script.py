@@ -106,6 +106,7 @@ def main(directory: Path, how: str, victim: int, step: int, waits: list[int], pa
         cli = LightningCLI(Evaluated, Data, trainer_defaults=options, args=["fit"], seed_everything_default=3)
         trainer, module, data = cli.trainer, cli.model, cli.datamodule
         parts = [part for part in parts if part != "fit"]
+        found["fit"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
     else:
         trainer = Trainer(strategy=strategy, logger=CSVLogger(directory, name="", version="rows"), **options)
         module, data = Evaluated(), Data()
