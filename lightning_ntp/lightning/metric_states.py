@@ -76,16 +76,11 @@ class MetricRecorder:
         return copy
 
 
-# the dtype that values are brought to before they are added: it may change after the first update
+# some metrics gather in `_dtype`: the default one at the last `.to()`, which precision="64-true" changes inside of
+# steps, so that a sanity check makes it another one
 _COUNTS = (
+    *("_update_count", "_computed", "_forward_cache", "_cache", "_is_synced", "_to_sync", "_should_unsync"),
     "_dtype",
-    "_update_count",
-    "_computed",
-    "_forward_cache",
-    "_cache",
-    "_is_synced",
-    "_to_sync",
-    "_should_unsync",
 )
 # made by whoever makes the metric
 _OF_METRICS = frozenset(vars(nn.Module())) | {"_defaults", "_persistent", "_reductions", "_device", *_OF_THE_GENERATION}

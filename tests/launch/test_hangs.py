@@ -206,3 +206,40 @@ def test_who_has_left_is_not_missed() -> None:
         waits = {s: replace(r.sample, waiting=WAITING, waits_for=EVERYBODY, ticks=look) for s, r in world.items()}
         verdict = hangs.look(look * 0.1, {**waits, 0: replace(waits[0], seq=look, waiting=0), 3: left})
         assert not verdict.blamed and not verdict.deadlock
+
+
+# ---- somebody is about to join --------------------------------------------------------------------------------------
+
+
+def look_at_arrival(newcomer: Sample, seconds: float) -> dict[float, set[int]]:
+    """Two members wait in one collective for the newcomer in slot 2, from the start. Returns who is blamed when."""
+    hangs, found = Hangs(HEARTBEAT), {}
+    for look in range(int(seconds / 0.1)):
+        waits = Sample(ticks=look, waiting=WAITING, waits_for=WORLD, tag=Tag.STEP, groups=((WORLD, 3),))
+        verdict = hangs.look(0.1 * look, {0: waits, 1: waits, 2: newcomer}, newcomers={2})
+        assert not verdict.deadlock
+        if verdict.blamed:
+            found[0.1 * look] = {*verdict.blamed}
+    return found
+
+
+def test_a_newcomer_is_blamed_where_all_members_wait_and_nobody_else_can_be() -> None:
+    """It has nothing in common with them yet, or seems to wait as well."""
+    alone = Sample(tag=Tag.STEP, groups=((77, 1),))
+    first, slots = next(iter(look_at_arrival(alone, 6.0).items()))
+    assert slots == {2} and 2 * HEARTBEAT <= first < 2 * HEARTBEAT + 0.3
+
+
+def test_a_newcomer_does_not_hide_that_the_members_wait_for_each_other() -> None:
+    hangs = Hangs(HEARTBEAT)
+    for look in range(300):
+        now = 0.1 * look
+        members = {
+            slot: Sample(ticks=look, waiting=WAITING, waits_for=WORLD + slot, tag=Tag.STEP, groups=((WORLD + slot, 3),))
+            for slot in (0, 1)
+        }
+        newcomers = {2: Sample(seq=look, tag=Tag.STEP)} if now < 3 * HEARTBEAT else {}
+        verdict = hangs.look(now, {**members, **newcomers}, newcomers=newcomers.keys())
+        if verdict.deadlock:
+            break
+    assert verdict.deadlock and now < 15 * HEARTBEAT

@@ -117,3 +117,16 @@ def test_who_leaves_is_missing_in_the_next_round_but_interrupts_nobody() -> None
     assert not roster.interrupted and roster.slots == (0, 1, 3, 4)
     assert [(d.slot, d.kind) for d in roster.departures] == [(2, "left")]
     assert roster.apply(Entry("retry", round=1)).interrupted
+
+
+def test_a_retry_for_a_newcomer_that_is_gone_is_not_counted() -> None:
+    """One that dies again and again while it is let in would end the job, whose members are healthy."""
+    roster = fold(START, [Entry("commit", round=0), Entry("dead", 1), Entry("commit", round=2)])
+    for number in range(5):
+        uid = f"newcomer {number}"
+        for entry in (Entry("standby", 1, uid), Entry("dead", 1, uid), Entry("retry", 0, round=roster.commit)):
+            roster = roster.apply(entry)
+        roster = roster.apply(Entry("commit", round=roster.change))
+        assert roster.settled and not roster.retries and not roster.standby
+    roster = roster.apply(Entry("retry", 0, round=roster.commit))
+    assert len(roster.retries) == 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +14,8 @@ from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
 
-from lightning_ntp.launch import RankIdentity
+from lightning_ntp.launch import RankIdentity, jobs
+from lightning_ntp.launch.environment import JOB_DIR
 from lightning_ntp.launch.log import left_key
 from tests.lightning.rigs import slot
 from tests.recovery.jobs import PER_REPLICA, Samples
@@ -133,10 +136,12 @@ class _Differs(Automatic):
         self.other = RankIdentity.from_environ().joins
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
-        return [_WaitsUntilRefused()]
+        return [WaitsUntilRefused()]
 
 
-class _WaitsUntilRefused(Callback):
+class WaitsUntilRefused(Callback):
+    """After three steps, until the first process that is started again has left."""
+
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         identity, membership = RankIdentity.from_environ(), trainer.strategy._runtime.membership
         ranks = len(trainer.strategy._runtime.launched.slots)
@@ -178,3 +183,21 @@ class Slower(_Differs):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01 if self.other else 0.02)
+
+
+class Drained(Automatic):
+    """Under a supervisor slot 1 leaves as planned, and is started again when a person demands it."""
+
+    def extra_callbacks(self, directory: str) -> list[Callback]:
+        return [_DrainsAndDemands()]
+
+
+class _DrainsAndDemands(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.strategy._runtime.joining or slot() != 2 or JOB_DIR not in os.environ:
+            return
+        if trainer.global_step == 1:
+            trainer.strategy.drain(1, "maintenance")
+        if trainer.global_step == 5:
+            time.sleep(0.5)  # for the process to end
+            jobs.restart_demand(Path(os.environ[JOB_DIR]), 1).touch()

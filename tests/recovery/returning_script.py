@@ -2,8 +2,8 @@
 
 HOW is "popen", "spawn" or "cli"; SLOT is killed after STEP steps of the first fit, -1 for nobody; before the steps
 WAITS (with commas, "-" for none) all ranks wait until everybody is back; PARTS is what the script does, of "fit",
-"test", "predict", "again" (another fit, by another Trainer) and "late" (whoever is started again comes too late for the
-fit, and the others wait for that in the test).
+"test", "predict", "again" (another fit, by another Trainer), "late" (whoever is started again comes too late for the
+fit, and the others wait for that in the test) and "edited" (this file is changed before anybody is started again).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from torch.utils.data import DataLoader
 
 from lightning_ntp import NTPStrategy
 from lightning_ntp.callbacks import FaultInjector
+from lightning_ntp.comm import runtime
 from lightning_ntp.launch import RankIdentity, is_rank
 from tests.lightning.rigs import slot
 from tests.recovery.fates import WaitsForNewcomers
 from tests.recovery.jobs import PER_REPLICA, Samples
+from tests.recovery.returning_models import WaitsUntilRefused
 from tests.recovery.whole_runs import Evaluated
 
 DEGREES = (2, 2)
@@ -55,7 +57,16 @@ class WaitsInTest(Callback):
             time.sleep(0.01)
 
 
-def settings(directory: Path, victim: int, step: int, waits: list[int], late: bool) -> dict[str, Any]:
+class Edits(Callback):
+    """Of the script, when the job runs."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and trainer.global_step == 0:
+            with open(sys.argv[0], "a") as script:
+                script.write("# edited\n")
+
+
+def settings(directory: Path, victim: int, step: int, waits: list[int], parts: list[str]) -> dict[str, Any]:
     faults = [] if victim < 0 else [{"kind": "kill", "slot": victim, "step": step, "phase": "backward"}]
     return {
         "accelerator": "cpu",
@@ -72,7 +83,8 @@ def settings(directory: Path, victim: int, step: int, waits: list[int], late: bo
             WaitsForNewcomers(waits),
             ModelCheckpoint(directory / "saved", monitor="val_loss", save_last=True, save_top_k=2),
             EarlyStopping("val_loss", patience=50),
-            *([WaitsInTest()] if late else []),
+            *([WaitsInTest()] if "late" in parts else []),
+            *([Edits(), WaitsUntilRefused()] if "edited" in parts else []),
         ],
     }
 
@@ -84,13 +96,17 @@ def main(directory: Path, how: str, victim: int, step: int, waits: list[int], pa
     method = "spawn" if how == "spawn" else "popen"
     backoff = 0.01 if "late" not in parts else 2.0
     strategy = NTPStrategy(degrees=DEGREES, max_restarts=9, restart_backoff=backoff, start_method=method)
-    options = settings(directory, victim, step, waits, "late" in parts)
+    options = settings(directory, victim, step, waits, parts)
     found: dict[str, Any] = {}
     if how == "cli":
-        options.update(strategy=strategy, logger=CSVLogger(directory, name="", version="rows"))
+        how_often = {"degrees": list(DEGREES), "max_restarts": 9, "restart_backoff": backoff}
+        options["strategy"] = {"class_path": "lightning_ntp.NTPStrategy", "init_args": how_often}
+        where = {"save_dir": str(directory), "name": "", "version": "rows"}
+        options["logger"] = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": where}
         cli = LightningCLI(Evaluated, Data, trainer_defaults=options, args=["fit"], seed_everything_default=3)
         trainer, module, data = cli.trainer, cli.model, cli.datamodule
         parts = [part for part in parts if part != "fit"]
+        found["fit"] = {k: float(v) for k, v in trainer.callback_metrics.items()}
     else:
         trainer = Trainer(strategy=strategy, logger=CSVLogger(directory, name="", version="rows"), **options)
         module, data = Evaluated(), Data()
@@ -103,7 +119,7 @@ def main(directory: Path, how: str, victim: int, step: int, waits: list[int], pa
         elif part == "predict":
             found["predict"] = float(sum(each["out"].sum() for each in trainer.predict(module, datamodule=data) or []))
         elif part == "again":
-            options = {**settings(directory, victim, step, waits, "late" in parts), "max_epochs": 1}
+            options = {**settings(directory, victim, step, waits, parts), "max_epochs": 1}
             options["callbacks"] = [
                 each for each in options["callbacks"] if not isinstance(each, ModelCheckpoint | EarlyStopping)
             ]
@@ -115,7 +131,8 @@ def main(directory: Path, how: str, victim: int, step: int, waits: list[int], pa
         found["weights"] = float(sum(p.detach().double().abs().sum() for p in module.parameters()))
         (directory / "found-caller").write_text(json.dumps(found))
         return
-    found["joined"] = not trainer.strategy._runtime.joining
+    current = runtime.current()
+    found["joined"] = current is not None and not current.joining
     (directory / f"found-{slot()}").write_text(json.dumps(found))
 
 

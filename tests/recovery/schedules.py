@@ -124,6 +124,10 @@ def draw_rejoining(seed: int) -> Script:
         slot = generator.randrange(sum(script.degrees))
         fates.append(Fate(slot, 0, generator.choice(OF_MEMBERS), generator.choice((1, 2)), "kill"))
         kinds.setdefault(slot, "kill")
+    if {*script.victims, *(fate.slot for fate in fates)} == set(range(sum(script.degrees))):
+        # who is stopped might be the only member: that is a job that is paused
+        kinds = {slot: "kill" if kind == "stop" else kind for slot, kind in kinds.items()}
+        fates = [fate._replace(kind="kill") if fate.kind == "stop" else fate for fate in fates]
     waits = tuple(step for step in range(1, STEPS) if generator.random() < 0.4)
     return replace(script, kinds=tuple(kinds.items()), fates=tuple(fates), waits=waits, patience=_PATIENCE_SECONDS)
 

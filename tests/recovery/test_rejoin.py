@@ -18,6 +18,7 @@ from tests.recovery.test_modes import BOUNDS, MODES
 
 Supervising = SupervisingProcess
 LOST = ((1, 1, "backward"),)
+_OURS = "tests.recovery.returning_models:"
 
 
 def chaos(*values: Any) -> list[Any]:
@@ -102,9 +103,25 @@ def test_in_any_step_of_an_epoch(supervised_returns: Supervising, world: Worlds,
     returns(supervised_returns, world, job, (step,), tmp_path, degrees=(2, 1) if late else None)
 
 
-# ---- data and callbacks ---------------------------------------------------------------------------------------------
+@pytest.mark.chaos
+def test_who_has_left_as_planned_comes_back_when_a_person_demands_it(
+    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    job = Job((2, 2), module=_OURS + "Drained", epochs=3)
+    got = returns(supervised_returns, world, job, (6,), tmp_path)
+    assert "slot 1 left (maintenance)" in got.output and "slot 1 is started again, on demand" in got.output
 
-_OURS = "tests.recovery.returning_models:"
+
+@pytest.mark.chaos
+def test_a_replica_that_was_dropped_with_its_healthy_ranks_comes_back(
+    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    job = Job((2, 2), LOST, epochs=3, strategy={"min_tensor_parallel_size": 2})
+    got = returns(supervised_returns, world, job, (4,), tmp_path, partial=True)
+    assert "healthy slot 0 leaves" in got.output
+
+
+# ---- data and callbacks ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.chaos
