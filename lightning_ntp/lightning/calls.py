@@ -18,6 +18,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerState
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_ntp.comm import runtime
@@ -33,6 +34,11 @@ _PATIENCE = timedelta(seconds=30)
 _FIT = "_fit_impl"
 """What ``Trainer.fit`` launches (2.6.6)."""
 
+_FOUND = ("optimal_lr", "optimal_batch_size")
+"""Of ``LearningRateFinder`` and ``BatchSizeFinder`` (2.6.6)."""
+_SETTINGS = ("lr", "learning_rate", "batch_size")
+"""The names under which they look for what to set."""
+
 _number = 0
 
 
@@ -45,12 +51,16 @@ class Record:
         state: The trainer's.
         metrics: ``trainer.callback_metrics``.
         callbacks: State of the checkpoint callbacks.
+        tuned: What finders have found: attributes of callbacks, by their place.
+        settings: Numbers that they may have set, of the module or its hyperparameters.
     """
 
     result: Any
     state: TrainerState
     metrics: dict[str, Any]
     callbacks: dict[str, Any] = field(default_factory=dict)
+    tuned: dict[int, dict[str, Any]] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)
 
 
 def current() -> int:
@@ -81,8 +91,11 @@ def run(function: Callable[..., Any], call: Callable[[], Any], trainer: Trainer 
     try:
         result = call()
     except BaseException as error:
-        if is_tuner_exit(error) and _joins(identity) and (found := _find(identity, number)) is not None:
-            _pass_over(found, trainer)  # it came too late to join
+        if is_tuner_exit(error):
+            if not _joins(identity):
+                _leave_record(number, None, trainer)  # a learning-rate finder's fit ends so
+            elif (found := _find(identity, number)) is not None:
+                _pass_over(found, trainer)  # it came too late to join
         raise
     _leave_record(number, result, trainer)
     return result
@@ -99,8 +112,12 @@ def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
         return
     # of users' callbacks nobody knows whether they communicate when they are asked for their state
     callbacks = {each.state_key: each.state_dict() for each in _checkpoints(trainer)}
+    tuned = {}
+    for place, each in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+        tuned[place] = {name: vars(each)[name] for name in _FOUND if name in vars(each)}
+    settings = _settings_of(trainer.lightning_module)
     for kept in (result, None):
-        record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks)
+        record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks, tuned, settings)
         try:
             content = pickle.dumps(move_data_to_device(record.__dict__, "cpu"))
         except Exception:  # a result may be anything
@@ -109,6 +126,11 @@ def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
             running.membership.post(key(number), content)
             return
     running.membership.post(key(number), pickle.dumps(Record(None, trainer.state, {}).__dict__))
+
+
+def _settings_of(module: Any) -> dict[str, float]:
+    found = {name: lightning_getattr(module, name) for name in _SETTINGS if lightning_hasattr(module, name)}
+    return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _find(identity: RankIdentity, number: int) -> Record | None:
@@ -143,4 +165,9 @@ def _pass_over(record: Record, trainer: Trainer | None) -> Any:
         for each in _checkpoints(trainer):
             if each.state_key in record.callbacks:
                 each.load_state_dict(record.callbacks[each.state_key])
+        for place, each in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
+            vars(each).update(record.tuned.get(place, {}))
+        for name, value in record.settings.items():
+            if _settings_of(trainer.lightning_module).get(name, value) != value:
+                lightning_setattr(trainer.lightning_module, name, value)
     return record.result

@@ -70,6 +70,8 @@ class Places(Callback):
         kind: What happens to this one; of :data:`KINDS`.
     """
 
+    ntp_own_attributes = ("_deaths", "_kind", "_times", "_hooked")
+
     def __init__(self, deaths: Iterable[Death], kind: str = "kill") -> None:
         self._deaths = {(place, number) for victim, place, number in deaths if victim == slot()}
         self._kind = kind

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.lightning.rigs import assert_same
+from tests.recovery import found_before
 from tests.recovery.fates import Fate
 from tests.recovery.jobs import EXACT, Worlds
 from tests.recovery.rejoining import OPTIONS
@@ -124,6 +125,20 @@ def test_a_newcomer_that_dies_at_once_comes_back(
     comes_back(supervised_returns, world, job, tmp_path)
 
 
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize(("before", "step"), [("resume", 5), ("tune", 1)])
+def test_what_a_script_has_done_before_it_trains(
+    supervised_returns: SupervisingProcess, before: str, step: int, slot: int, tmp_path: Path
+) -> None:
+    """Whoever is started again takes what the others have found, and does not look for it alone."""
+    faults, waits = ((slot, step, "backward"),), (step + 2,)
+    arguments = [(str(tmp_path / "quiet"), (), (), before), (str(tmp_path / "job"), faults, waits, before)]
+    want, got = (supervised_returns.run(4, Path(each[0]), found_before.train, *each, **OPTIONS) for each in arguments)
+    assert got.code == want.code == 0, f"{got.cause}\n{got.output}"
+    assert got.output.count(" joined: degrees") == 1 and len(got.survivors) == 4, got.output
+    assert_same(got.survivors, want.survivors, EXACT)
+
+
 # ---- as people start them -------------------------------------------------------------------------------------------
 
 
@@ -174,7 +189,7 @@ def test_however_it_is_started(how: str, parts: str, slot: int, tmp_path: Path) 
 def test_who_comes_too_late_for_the_fit_passes_over_what_is_over(tmp_path: Path) -> None:
     said, got = start(tmp_path / "job", "popen", 1, 5, "-", "fit,late,test,predict")
     want = quiet(tmp_path, "popen", "fit,test,predict")
-    assert "joined" not in said.replace("joined the job", ""), said
+    assert " joined: degrees" not in said, said
     members = {name: found for name, found in got.items() if found["joined"]}
     assert len(members) == 3
     assert_same(members, {name: want[name] for name in members}, EXACT)

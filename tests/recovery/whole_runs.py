@@ -71,6 +71,8 @@ class Script:
 class Timed(Callback):
     """Lets a fault happen to this process some time after the fit has started."""
 
+    ntp_own_attributes = ("_times", "_kind")
+
     def __init__(self, times: Iterable[tuple[int, float]], kind: str = "kill") -> None:
         self._times = [seconds for victim, seconds in times if victim == slot()]
         self._kind = kind
