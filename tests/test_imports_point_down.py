@@ -26,7 +26,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "job_commands": {"launch"},
     "drain_command": {"launch", "job_commands"},
     "restart_command": {"launch", "job_commands"},
-    "cli": {"_autoload", "lightning", "plan_command", "drain_command", "restart_command"},
+    "relayout_command": {"launch", "job_commands"},
+    "cli": {"_autoload", "lightning", "plan_command", "drain_command", "restart_command", "relayout_command"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
 }

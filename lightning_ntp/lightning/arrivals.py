@@ -100,6 +100,7 @@ class Arrivals:
 
     def _connect(self, transaction: Transaction, automatic: bool) -> None:
         transaction.on_micro_batch = self.joining.micro_batch_done
+        self._survival.can_replay = lambda: self.joining.can_replay and not transaction.redoing
         transaction.before_replay, transaction.on_replay = self.joining.before_replay, self.joining.replayed
         newcomer = self._newcomer
         if newcomer is None:

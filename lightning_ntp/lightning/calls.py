@@ -7,6 +7,7 @@ that is running it joins them, if that is a fit, and waits for its end otherwise
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_has
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_ntp.comm import runtime
-from lightning_ntp.launch import RankIdentity
+from lightning_ntp.launch.environment import JOINS, SLOT, STORE
 from lightning_ntp.lightning.private import is_tuner_exit
 
 log = logging.getLogger("lightning_ntp")
@@ -83,27 +84,27 @@ def run(function: Callable[..., Any], call: Callable[[], Any], trainer: Trainer 
     """
     global _number
     _number += 1
-    number, identity = _number, RankIdentity.from_environ()
-    if _joins(identity):
-        found = _wait_for_turn(identity, number, function)
+    number = _number
+    if _joins():
+        found = _wait_for_turn(number, function)
         if found is not None:
             return _pass_over(found, trainer)
     try:
         result = call()
     except BaseException as error:
         if is_tuner_exit(error):
-            if not _joins(identity):
+            if not _joins():
                 _leave_record(number, None, trainer)  # a learning-rate finder's fit ends so
-            elif (found := _find(identity, number)) is not None:
+            elif (found := _find(number)) is not None:
                 _pass_over(found, trainer)  # it came too late to join
         raise
     _leave_record(number, result, trainer)
     return result
 
 
-def _joins(identity: RankIdentity) -> bool:
+def _joins() -> bool:
     running = runtime.current()
-    return identity.joins if running is None else running.joining
+    return os.environ.get(JOINS) == "1" if running is None else running.joining
 
 
 def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
@@ -133,24 +134,24 @@ def _settings_of(module: Any) -> dict[str, float]:
     return {name: value for name, value in found.items() if isinstance(value, int | float)}
 
 
-def _find(identity: RankIdentity, number: int) -> Record | None:
-    store = TCPStore(
-        identity.store_host, identity.store_port, is_master=False, wait_for_workers=False, timeout=_PATIENCE
-    )
+def _find(number: int) -> Record | None:
+    # not RankIdentity: the teardown of a call may have taken other variables away
+    host, _, port = os.environ[STORE].rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=_PATIENCE)
     if not store.check([key(number)]):
         return None
     return Record(**pickle.loads(store.get(key(number))))  # from the job's own store
 
 
-def _wait_for_turn(identity: RankIdentity, number: int, function: Callable[..., Any]) -> Record | None:
+def _wait_for_turn(number: int, function: Callable[..., Any]) -> Record | None:
     """What is left of the call; None if it is a fit that may be running."""
-    found = _find(identity, number)
+    found = _find(number)
     if found is not None or getattr(function, "__name__", "") == _FIT:
         return found
-    log.info("slot %d waits for the end of the call that is running: ranks join only in a fit", identity.slot)
+    log.info("slot %d waits for the end of the call that is running: ranks join only in a fit", int(os.environ[SLOT]))
     while found is None:
         time.sleep(_TICK)
-        found = _find(identity, number)
+        found = _find(number)
     return found
 
 

@@ -183,6 +183,8 @@ class Joining:
         self._last: Fetched | None = None
         self._step: list[tuple[Fetched, bytes]] = []
         """The micro-batches of this step so far, and where the loops were; only while somebody stands by."""
+        self._fetched = 0
+        """How many they are."""
         self.awaiting: set[int] = set()
         """Slots whose dataloader is not in position, till the end of the epoch at least."""
 
@@ -229,17 +231,23 @@ class Joining:
     def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: begin to prepare what was announced in its vote."""
         number, self._announced = self._announced, 0
-        self._step = []
+        self._step, self._fetched = [], 0
         if self._engine.planned is None:  # who has joined has read all of it, and nobody else will
             self._take_back(self._given)
         if number and self._engine.planned is None:
             note = self._runtime.membership.read(Keys.invitation(number))
             self._invite(pickle.loads(note))  # from the job's own store
 
+    @property
+    def can_replay(self) -> bool:
+        """Whether this rank can give the step from its beginning to somebody who joins in its replay."""
+        return 0 < len(self._step) == self._fetched
+
     def before_replay(self) -> None:
         """Survivors are about to replay a step: whoever stood by when they met takes part in that very step.
 
-        Not if one of them was between two steps, and will not replay anything.
+        Not if one of them was between two steps, and will not replay anything, or has begun the step when nobody stood
+        by yet.
         """
         records = self._engine.records
         if self._engine.planned is None and all(record["open"] for record in records.values()):
@@ -265,6 +273,7 @@ class Joining:
         """A batch was fetched; who needs it gets it."""
         self._last = fetched
         if fetched.item is not None:
+            self._fetched += 1
             if self._runtime.membership.roster.standby:
                 self._step.append((fetched, self._captures.loops()))
             self._hand_over(fetched, b"")
@@ -347,7 +356,7 @@ class Joining:
     def forget(self) -> None:
         """Training ends: nobody is let in any more."""
         self._announced = 0
-        self._step = []
+        self._step, self._fetched = [], 0
 
     # ---- who gives --------------------------------------------------------------------------------------------
 

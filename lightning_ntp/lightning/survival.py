@@ -88,6 +88,8 @@ class Survival:
         self._events: engine.EventLog | None = None
         self._replaying_since: float | None = None
         self._loops = 0
+        self.can_replay: Callable[[], bool] = lambda: False
+        """Whether this rank could give the open step from its beginning to somebody who joins in its replay."""
         self.renew: Callable[[int], None] = lambda committed: None
         """Called when a change is complete, with the committed steps: makes new copies for neighbours."""
         self._forwards = False
@@ -141,6 +143,7 @@ class Survival:
             self._loops = self.evaluation.begun
         self.transaction = self.evaluation = None
         self.renew = lambda committed: None
+        self.can_replay = lambda: False
         self.rows.uninstall()
 
     def judge(self, error: BaseException) -> BaseException:
@@ -282,7 +285,7 @@ class Survival:
             "evaluation": evaluation,
             "progress": progress,
             "loaded": self._loaded(),
-            "open": self.transaction is not None and self.transaction.open and not self.transaction.redoing,
+            "open": self.transaction is not None and self.transaction.open and self.can_replay(),
             "standby": self._runtime.membership.roster.standby,
         }
 
