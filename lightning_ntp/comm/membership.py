@@ -34,6 +34,8 @@ _PATIENCE_SECONDS = 3.0
 _VERDICT_SECONDS = 2.0
 """For the other ranks of a replica to raise the same: they are in the same step, and wait for each other in it."""
 _MAX_RETRIES = 3
+RAISED = "raised "
+"""How the reason of who leaves with an exception begins."""
 _RETRY_WINDOW_SECONDS = 120.0
 
 
@@ -341,6 +343,10 @@ class Membership:
             gone = [d for d in roster.departures if d.slot == self.slot]
             why = gone[-1].reason if gone else "unknown"
             raise JobLost(f"slot {self.slot} has been declared gone ({why}); the others go on without it")
+        # what a rank raises alone counts as its death: who leaves with an exception has ended the job
+        for departure in roster.departures:
+            if departure.kind == "left" and departure.reason.startswith(RAISED):
+                raise JobLost(f"slot {departure.slot} has raised what is told of it, and the job ends with that")
         recent = [entry for entry in roster.retries if entry.at > time.monotonic() - _RETRY_WINDOW_SECONDS]
         if len(recent) > _MAX_RETRIES:
             raise JobLost(

@@ -22,6 +22,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
+from lightning_ntp.comm.membership import RAISED
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
@@ -155,7 +156,8 @@ class Survival:
         if not isinstance(error, Exception):
             return error
         # else the others would take its leave for the end of the script
-        self._runtime.farewell = f"raised {type(error).__name__}"
+        lost = isinstance(error, JobLost)  # which the others find out by themselves, and say more of
+        self._runtime.farewell = "cannot go on" if lost else f"{RAISED}{type(error).__name__}"
         if self._runtime.joining:
             if self._runtime.membership.is_member:  # the others count on it since a moment ago
                 self._give_up(error)
