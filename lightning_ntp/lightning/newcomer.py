@@ -279,8 +279,6 @@ class Newcomer:
     def refuse(self, why: str) -> NoReturn:
         """This rank is no peer of the members: end, and say why. The job goes on without it."""
         log.error("slot %d cannot join: %s", self._runtime.slot, why)
-        if not self._runtime.joining:
-            os._exit(1)  # it is a member already: this is a death
         self._end(REFUSED, "cannot join")
 
     def leave(self, why: str) -> NoReturn:
@@ -289,10 +287,10 @@ class Newcomer:
         self._end(0, why)
 
     def _end(self, code: int, reason: str) -> NoReturn:
-        if self._runtime.membership.is_member:
-            runtime.shutdown(reason, others_go_on=True)
+        member = self._runtime.membership.is_member
+        runtime.shutdown(reason, others_go_on=member)
+        if member:
             code = 0  # as whoever leaves the others: any other would be the job's
-        runtime.shutdown(reason)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

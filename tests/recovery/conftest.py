@@ -10,7 +10,7 @@ from tests.recovery.supervised import SupervisingProcess
 
 
 @pytest.fixture(scope="module")
-def _rejoining_process() -> Iterator[SupervisingProcess]:
+def _supervising_process() -> Iterator[SupervisingProcess]:
     process = SupervisingProcess()
     process.start()  # before the leak check of a test looks
     yield process
@@ -18,9 +18,9 @@ def _rejoining_process() -> Iterator[SupervisingProcess]:
 
 
 @pytest.fixture
-def supervised_returns(_rejoining_process: SupervisingProcess) -> Iterator[SupervisingProcess]:
-    """For jobs whose ranks are started again."""
-    before = _rejoining_process.pid
-    yield _rejoining_process
-    if _rejoining_process.pid != before:  # a job did not end, in an earlier test
-        _rejoining_process.close(keep_files=True)
+def supervising(_supervising_process: SupervisingProcess) -> Iterator[SupervisingProcess]:
+    """Runs jobs under the package's own supervisor."""
+    before = _supervising_process.pid
+    yield _supervising_process
+    if _supervising_process.pid != before:  # a job did not end, in an earlier test
+        _supervising_process.close(keep_files=True)

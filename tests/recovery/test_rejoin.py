@@ -27,28 +27,28 @@ def chaos(*values: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("slot", [0, *chaos(1, 2, 3)])
-def test_a_slot_comes_back(supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
-    returns(supervised_returns, world, Job((2, 2), ((slot, 1, "backward"),)), (3,), tmp_path)
+def test_a_slot_comes_back(supervising: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
+    returns(supervising, world, Job((2, 2), ((slot, 1, "backward"),)), (3,), tmp_path)
 
 
 @pytest.mark.parametrize("slot", [2, *chaos(0, 1, 3)])
 def test_it_comes_back_in_the_middle_of_an_epoch(
-    supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path
+    supervising: Supervising, world: Worlds, slot: int, tmp_path: Path
 ) -> None:
     """Metrics of the epoch have begun, and its dataloader is not in position."""
-    returns(supervised_returns, world, Job((2, 2), ((slot, 0, "backward"),)), (1,), tmp_path)
+    returns(supervising, world, Job((2, 2), ((slot, 0, "backward"),)), (1,), tmp_path)
 
 
 @pytest.mark.parametrize("slot", [3, *chaos(0, 1, 2)])
 @pytest.mark.parametrize("mode", ["clipping", *chaos("accumulation", "manual", "buffers and schedule", "16-mixed")])
 def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
-    supervised_returns: Supervising, world: Worlds, slot: int, mode: str, tmp_path: Path
+    supervising: Supervising, world: Worlds, slot: int, mode: str, tmp_path: Path
 ) -> None:
     step = 6 if "manual" in mode else 3
     job = Job((2, 2), ((slot, step, "backward"),), strategy={"spares": 1}, **{"epochs": 3, **MODES[mode]})
     there = {0, 1, 2, 3, 4} - {slot}
     got = returns(
-        supervised_returns,
+        supervising,
         world,
         job,
         (step,),
@@ -63,10 +63,10 @@ def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
     assert changes[0]["step"] == changes[1]["step"]
 
 
-def test_slots_go_back_to_their_places(supervised_returns: Supervising, world: Worlds, tmp_path: Path) -> None:
+def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, tmp_path: Path) -> None:
     """Both replicas lose a rank, at different indices: who stays behind in the second one takes another index."""
     job = Job((2, 2), ((0, 0, "backward"), (3, 1, "backward")), module="Settles", epochs=3)
-    got = returns(supervised_returns, world, job, (3,), tmp_path)
+    got = returns(supervising, world, job, (3,), tmp_path)
     assert got.first["replicas"] == Topology.start((2, 2)).replicas
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(len(change["lost"]), len(change["joined"])) for change in changes][-1] == (0, 0)
@@ -77,47 +77,47 @@ IN_TEST = ("accumulation",)
 
 
 @pytest.mark.parametrize("mode", [m if m in IN_TEST else pytest.param(m, marks=pytest.mark.chaos) for m in MODES])
-def test_in_every_mode(supervised_returns: Supervising, world: Worlds, mode: str, tmp_path: Path) -> None:
+def test_in_every_mode(supervising: Supervising, world: Worlds, mode: str, tmp_path: Path) -> None:
     step = 2 if "manual" in mode else 1  # both optimizers of a manual step count
     job = Job((2, 2), ((1, step, "backward"),), epochs=3, **MODES[mode])
-    returns(supervised_returns, world, job, (2 * step,), tmp_path, bound=BOUNDS.get(mode, EXACT))
+    returns(supervising, world, job, (2 * step,), tmp_path, bound=BOUNDS.get(mode, EXACT))
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("module", ["Averages", "Keeps"])
 @pytest.mark.parametrize("slot", [0, 3])
 def test_registered_state_and_kept_graphs_come_along(
-    supervised_returns: Supervising, world: Worlds, module: str, slot: int, tmp_path: Path
+    supervising: Supervising, world: Worlds, module: str, slot: int, tmp_path: Path
 ) -> None:
     job = Job((2, 2), ((slot, 1, "backward"),), module=module)
     # torchmetrics keeps float32, whatever the precision
-    returns(supervised_returns, world, job, (2,), tmp_path, bound=1e-6 if module == "Keeps" else EXACT)
+    returns(supervising, world, job, (2,), tmp_path, bound=1e-6 if module == "Keeps" else EXACT)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("step", range(8))
-def test_in_any_step_of_an_epoch(supervised_returns: Supervising, world: Worlds, step: int, tmp_path: Path) -> None:
+def test_in_any_step_of_an_epoch(supervising: Supervising, world: Worlds, step: int, tmp_path: Path) -> None:
     """Of two epochs of four. Whoever comes too late for the last step passes over the fit."""
     job = Job((2, 2), ((3, max(0, step - 1), "forward"),))
     late = step == 7
-    returns(supervised_returns, world, job, (step,), tmp_path, degrees=(2, 1) if late else None)
+    returns(supervising, world, job, (step,), tmp_path, degrees=(2, 1) if late else None)
 
 
 @pytest.mark.chaos
 def test_who_has_left_as_planned_comes_back_when_a_person_demands_it(
-    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+    supervising: Supervising, world: Worlds, tmp_path: Path
 ) -> None:
     job = Job((2, 2), module=_OURS + "Drained", epochs=3)
-    got = returns(supervised_returns, world, job, (6,), tmp_path)
+    got = returns(supervising, world, job, (6,), tmp_path)
     assert "slot 1 left (maintenance)" in got.output and "slot 1 is started again, on demand" in got.output
 
 
 @pytest.mark.chaos
 def test_a_replica_that_was_dropped_with_its_healthy_ranks_comes_back(
-    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+    supervising: Supervising, world: Worlds, tmp_path: Path
 ) -> None:
     job = Job((2, 2), LOST, epochs=3, strategy={"min_tensor_parallel_size": 2})
-    got = returns(supervised_returns, world, job, (4,), tmp_path, partial=True)
+    got = returns(supervising, world, job, (4,), tmp_path, partial=True)
     assert "healthy slot 0 leaves" in got.output
 
 
@@ -128,17 +128,15 @@ def test_a_replica_that_was_dropped_with_its_healthy_ranks_comes_back(
 @pytest.mark.parametrize("slot", [0, 3])
 @pytest.mark.parametrize("module", ["Followed", "Dropping", "Augments", "InWorkers", "Streams", "DealsOtherwise"])
 def test_data_and_callbacks_with_a_state_of_their_own(
-    supervised_returns: Supervising, world: Worlds, module: str, slot: int, tmp_path: Path
+    supervising: Supervising, world: Worlds, module: str, slot: int, tmp_path: Path
 ) -> None:
     """Its sampler has not drawn what those of its peers have, nor has its callback been told what theirs was."""
     job = Job((2, 2), ((slot, 1, "backward"),), module=_OURS + module, batches=8, epochs=3)
-    returns(supervised_returns, world, job, (2,), tmp_path)
+    returns(supervising, world, job, (2,), tmp_path)
 
 
 @pytest.mark.chaos
-def test_an_order_that_is_drawn_from_a_generator(
-    supervised_returns: Supervising, world: Worlds, tmp_path: Path
-) -> None:
+def test_an_order_that_is_drawn_from_a_generator(supervising: Supervising, world: Worlds, tmp_path: Path) -> None:
     job = Job(
         (3,),
         LOST,
@@ -147,27 +145,25 @@ def test_an_order_that_is_drawn_from_a_generator(
         strategy={"redundancy": "neighbor"},
         trainer={"use_distributed_sampler": False},
     )
-    returns(supervised_returns, world, job, (2,), tmp_path)
+    returns(supervising, world, job, (2,), tmp_path)
 
 
 @pytest.mark.chaos
-def test_a_single_replica_loses_one_after_the_other(
-    supervised_returns: Supervising, world: Worlds, tmp_path: Path
-) -> None:
+def test_a_single_replica_loses_one_after_the_other(supervising: Supervising, world: Worlds, tmp_path: Path) -> None:
     """Neighbours' copies are made anew whenever somebody has come."""
     faults = ((1, 1, "backward"), (2, 6, "backward"), (0, 10, "vote"))
     job = Job((4,), faults, epochs=4, strategy={"redundancy": "neighbor"})
-    returns(supervised_returns, world, job, (3, 8, 12), tmp_path)
+    returns(supervising, world, job, (3, 8, 12), tmp_path)
 
 
 @pytest.mark.chaos
 def test_a_replica_that_reads_a_stream_stays_out_when_it_is_lost_as_a_whole(
-    supervised_returns: Supervising, tmp_path: Path
+    supervising: Supervising, tmp_path: Path
 ) -> None:
     """Its samples are skipped, as they are where nobody is started again."""
     job = Job((2, 2), ((0, 1, "backward"), (1, 2, "backward")), module=_OURS + "Streams", epochs=3)
     arguments = (job, (5,), str(tmp_path / "job"))
-    got = supervised_returns.run(4, tmp_path / "job", train_and_return, *arguments, **OPTIONS)
+    got = supervising.run(4, tmp_path / "job", train_and_return, *arguments, **OPTIONS)
     assert got.code == 0, f"{got.cause}\n{got.output}"
     assert (got.first["degrees"], got.first["steps"]) == ((0, 2), 12)
     assert got.output.count("replica 0 cannot come back in this fit") == 1, got.output
@@ -179,24 +175,24 @@ def test_a_replica_that_reads_a_stream_stays_out_when_it_is_lost_as_a_whole(
 
 @pytest.mark.parametrize("faults", [((0, 1, "backward"), (1, 2, "vote")), *chaos(((2, 1, "update"), (3, 1, "vote")))])
 def test_a_whole_replica_comes_back_in_the_middle_of_an_epoch(
-    supervised_returns: Supervising, world: Worlds, faults: tuple[tuple[int, int, str], ...], tmp_path: Path
+    supervising: Supervising, world: Worlds, faults: tuple[tuple[int, int, str], ...], tmp_path: Path
 ) -> None:
-    returns(supervised_returns, world, Job((2, 2), faults, epochs=3), (5,), tmp_path, partial=True)
+    returns(supervising, world, Job((2, 2), faults, epochs=3), (5,), tmp_path, partial=True)
 
 
 @pytest.mark.chaos
 def test_who_has_joined_in_a_later_epoch_takes_its_part_of_the_samples_of_a_replica_that_is_lost(
-    supervised_returns: Supervising, world: Worlds, tmp_path: Path
+    supervising: Supervising, world: Worlds, tmp_path: Path
 ) -> None:
     """They are dealt by the order of that epoch."""
     job = Job((1, 2, 1), ((1, 1, "backward"), (3, 6, "backward")), epochs=4)
-    returns(supervised_returns, world, job, (4, 10), tmp_path, partial=True)
+    returns(supervising, world, job, (4, 10), tmp_path, partial=True)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("slot", [0, 1])
-def test_a_replica_of_one_comes_back(supervised_returns: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
-    returns(supervised_returns, world, Job((1, 1), ((slot, 1, "backward"),)), (2,), tmp_path, partial=True)
+def test_a_replica_of_one_comes_back(supervising: Supervising, world: Worlds, slot: int, tmp_path: Path) -> None:
+    returns(supervising, world, Job((1, 1), ((slot, 1, "backward"),)), (2,), tmp_path, partial=True)
 
 
 # ---- faults on the way ----------------------------------------------------------------------------------------------
@@ -206,30 +202,30 @@ def test_a_replica_of_one_comes_back(supervised_returns: Supervising, world: Wor
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("point", ON_THE_WAY)
 def test_a_newcomer_that_dies_comes_back_later(
-    supervised_returns: Supervising, world: Worlds, point: str, number: int, tmp_path: Path
+    supervising: Supervising, world: Worlds, point: str, number: int, tmp_path: Path
 ) -> None:
     fates = [Fate(1, 1, point, number)]
-    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+    returns(supervising, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
 
 
 @pytest.mark.parametrize(
     "point", ["switched", *chaos("cut", "stands by", "invited", "built", "travelled", "gradients", "arrived", "vote")]
 )
 def test_an_exception_in_a_newcomer_is_its_own(
-    supervised_returns: Supervising, world: Worlds, point: str, tmp_path: Path
+    supervising: Supervising, world: Worlds, point: str, tmp_path: Path
 ) -> None:
     """Also in the moment in which it has become a member, and the others count on it."""
     fates = [Fate(1, 1, point, 1, "raise")]
-    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+    returns(supervising, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("point", ON_THE_WAY)
 def test_a_newcomer_that_is_stopped_is_found_and_replaced(
-    supervised_returns: Supervising, world: Worlds, point: str, tmp_path: Path
+    supervising: Supervising, world: Worlds, point: str, tmp_path: Path
 ) -> None:
     fates = [Fate(1, 1, point, 1, "stop")]
-    returns(supervised_returns, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
+    returns(supervising, world, Job((2, 2), LOST, epochs=3), (3, 7), tmp_path, fates)
 
 
 @pytest.mark.chaos
@@ -237,22 +233,22 @@ def test_a_newcomer_that_is_stopped_is_found_and_replaced(
 @pytest.mark.parametrize("slot", [0, 2, 3])
 @pytest.mark.parametrize("point", OF_MEMBERS)
 def test_a_member_that_dies_while_it_lets_somebody_in_comes_back_too(
-    supervised_returns: Supervising, world: Worlds, point: str, slot: int, kind: str, tmp_path: Path
+    supervising: Supervising, world: Worlds, point: str, slot: int, kind: str, tmp_path: Path
 ) -> None:
     """Slot 0 is rank 0 and gives slot 1 its state; with it its replica is gone."""
     fates = [Fate(slot, 0, point, 5 if point == "vote" else 1, kind)]
     job = Job((2, 2), LOST, batches=6, epochs=3)
     # not all of them come to every point
-    returns(supervised_returns, world, job, (3, 8, 10), tmp_path, fates, partial=slot == 0)
+    returns(supervising, world, job, (3, 8, 10), tmp_path, fates, partial=slot == 0)
 
 
 @pytest.mark.parametrize("number", [6, *chaos(7, 8)])
 def test_another_peer_hands_the_newcomer_its_batches_when_the_giver_dies(
-    supervised_returns: Supervising, world: Worlds, number: int, tmp_path: Path
+    supervising: Supervising, world: Worlds, number: int, tmp_path: Path
 ) -> None:
     """It had fetched the batch already, before that fell to it."""
     job = Job((3, 2), ((2, 1, "backward"),), batches=10, epochs=2)
-    returns(supervised_returns, world, job, (3, 9), tmp_path, [Fate(0, 0, "fetch", number)], heartbeat=None)
+    returns(supervising, world, job, (3, 9), tmp_path, [Fate(0, 0, "fetch", number)], heartbeat=None)
 
 
 # ---- other versions -------------------------------------------------------------------------------------------------
@@ -268,10 +264,10 @@ def test_another_peer_hands_the_newcomer_its_batches_when_the_giver_dies(
     ],
 )
 def test_a_newcomer_of_another_version_is_refused_and_the_job_goes_on(
-    supervised_returns: Supervising, world: Worlds, module: str, told: str, tmp_path: Path
+    supervising: Supervising, world: Worlds, module: str, told: str, tmp_path: Path
 ) -> None:
     job = Job((2, 2), LOST, module=_OURS + module)
-    got = returns(supervised_returns, world, job, (), tmp_path, degrees=(1, 2))
+    got = returns(supervising, world, job, (), tmp_path, degrees=(1, 2))
     assert re.search(f"slot 1 cannot join: it does not run what the job runs: .*{told}", got.output), got.output
     assert "the job does not take it; it is not started again unless `lightning-ntp restart 1` demands it" in got.output
     assert "restart 2 of" not in got.output

@@ -24,7 +24,7 @@ PHASES = ("backward", "vote", "forward", "update")
 
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
-def test_ten_times_in_one_run(supervised_returns: SupervisingProcess, world: Worlds, tmp_path: Path) -> None:
+def test_ten_times_in_one_run(supervising: SupervisingProcess, world: Worlds, tmp_path: Path) -> None:
     """4+4, a loss, 4+3, a return, 4+4. Every four steps, over epochs of five."""
     shared = set(os.listdir("/dev/shm"))
     faults = tuple(
@@ -42,7 +42,7 @@ def test_ten_times_in_one_run(supervised_returns: SupervisingProcess, world: Wor
         module="tests.recovery.rejoining:Watched",
         settings={"census": census, "sgd": True},
     )
-    got = returns(supervised_returns, world, job, waits, tmp_path, timeout=400)
+    got = returns(supervising, world, job, waits, tmp_path, timeout=400)
     for slot in SPARED:
         early, late = (got.survivors[slot]["held"][step] for step in census)
         assert not grown(early, late), f"slot {slot} holds more: {grown(early, late)}"

@@ -65,10 +65,10 @@ def comes_back(
     ],
 )
 def test_who_dies_outside_of_steps_comes_back(
-    supervised_returns: SupervisingProcess, world: Worlds, place: str, step: int, slot: int, tmp_path: Path
+    supervising: SupervisingProcess, world: Worlds, place: str, step: int, slot: int, tmp_path: Path
 ) -> None:
     """Checkpoints, best scores and rows are those of the undisturbed script."""
-    comes_back(supervised_returns, world, script(deaths=((slot, place, 1),), waits=(step, 4)), tmp_path)
+    comes_back(supervising, world, script(deaths=((slot, place, 1),), waits=(step, 4)), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -82,58 +82,56 @@ def test_who_dies_outside_of_steps_comes_back(
     ids=["every second epoch", "every four steps", "accumulation", "no sanity check"],
 )
 def test_loops_of_every_kind(
-    supervised_returns: SupervisingProcess, world: Worlds, settings: dict[str, Any], tmp_path: Path
+    supervising: SupervisingProcess, world: Worlds, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     job = script(faults=((1, 1, "backward"),), waits=(2, 3), trainer=tuple(settings.items()))
-    comes_back(supervised_returns, world, job, tmp_path)
+    comes_back(supervising, world, job, tmp_path)
 
 
 @pytest.mark.parametrize("slot", [0, 3])
 @pytest.mark.parametrize("place", ["fit_end", "test", "test_forward", "predict", "predict_forward"])
 def test_nobody_joins_after_the_fit(
-    supervised_returns: SupervisingProcess, world: Worlds, place: str, slot: int, tmp_path: Path
+    supervising: SupervisingProcess, world: Worlds, place: str, slot: int, tmp_path: Path
 ) -> None:
-    comes_back(supervised_returns, world, script(deaths=((slot, place, 1),)), tmp_path, absent=frozenset({slot}))
+    comes_back(supervising, world, script(deaths=((slot, place, 1),)), tmp_path, absent=frozenset({slot}))
 
 
 @pytest.mark.parametrize("slot", [0, 1])
 def test_a_single_replica_with_copies(
-    supervised_returns: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path
+    supervising: SupervisingProcess, world: Worlds, slot: int, tmp_path: Path
 ) -> None:
     job = Script((4,), redundancy="neighbor", faults=((slot, 1, "backward"),), waits=(2,))
-    comes_back(supervised_returns, world, job, tmp_path)
+    comes_back(supervising, world, job, tmp_path)
 
 
-def test_three_replicas_lose_one_each(supervised_returns: SupervisingProcess, world: Worlds, tmp_path: Path) -> None:
+def test_three_replicas_lose_one_each(supervising: SupervisingProcess, world: Worlds, tmp_path: Path) -> None:
     faults = ((0, 1, "vote"), (3, 1, "update"), (5, 2, "backward"))
-    comes_back(supervised_returns, world, Script((2, 2, 2), faults=faults, waits=(3,), more=1), tmp_path)
+    comes_back(supervising, world, Script((2, 2, 2), faults=faults, waits=(3,), more=1), tmp_path)
 
 
-def test_a_whole_replica_with_checkpoints(
-    supervised_returns: SupervisingProcess, world: Worlds, tmp_path: Path
-) -> None:
+def test_a_whole_replica_with_checkpoints(supervising: SupervisingProcess, world: Worlds, tmp_path: Path) -> None:
     faults = ((0, 1, "backward"), (1, 1, "vote"))
-    comes_back(supervised_returns, world, script(faults=faults, waits=(3,)), tmp_path, partial=True)
+    comes_back(supervising, world, script(faults=faults, waits=(3,)), tmp_path, partial=True)
 
 
 @pytest.mark.parametrize("fate", [Fate(1, 1, "voted", 1), Fate(1, 1, "committed", 1), Fate(1, 1, "handed", 1)])
 def test_a_newcomer_that_dies_at_once_comes_back(
-    supervised_returns: SupervisingProcess, world: Worlds, fate: Fate, tmp_path: Path
+    supervising: SupervisingProcess, world: Worlds, fate: Fate, tmp_path: Path
 ) -> None:
     """While validation begins, for one: it comes after the second step."""
     job = script(faults=((1, 0, "backward"),), waits=(1, 3), fates=(fate,))
-    comes_back(supervised_returns, world, job, tmp_path)
+    comes_back(supervising, world, job, tmp_path)
 
 
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize(("before", "step"), [("resume", 5), ("tune", 1)])
 def test_what_a_script_has_done_before_it_trains(
-    supervised_returns: SupervisingProcess, before: str, step: int, slot: int, tmp_path: Path
+    supervising: SupervisingProcess, before: str, step: int, slot: int, tmp_path: Path
 ) -> None:
     """Whoever is started again takes what the others have found, and does not look for it alone."""
     faults, waits = ((slot, step, "backward"),), (step + 2,)
     arguments = [(str(tmp_path / "quiet"), (), (), before), (str(tmp_path / "job"), faults, waits, before)]
-    want, got = (supervised_returns.run(4, Path(each[0]), found_before.train, *each, **OPTIONS) for each in arguments)
+    want, got = (supervising.run(4, Path(each[0]), found_before.train, *each, **OPTIONS) for each in arguments)
     assert got.code == want.code == 0, f"{got.cause}\n{got.output}"
     assert got.output.count(" joined: degrees") == 1 and len(got.survivors) == 4, got.output
     assert_same(got.survivors, want.survivors, EXACT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,22 +45,6 @@ _STAGES = (
 )
 _PLACES = [place for stage in _STAGES for place in stage if place != "write"]
 _AT_ONCE, _PER_REPLICA = 6, 3
-
-
-@pytest.fixture(scope="module")
-def _process() -> Iterator[SupervisingProcess]:
-    process = SupervisingProcess()
-    process.start()  # before the leak check of a test looks
-    yield process
-    process.close()
-
-
-@pytest.fixture
-def supervising(_process: SupervisingProcess) -> Iterator[SupervisingProcess]:
-    before = _process.pid
-    yield _process
-    if _process.pid != before:  # a job did not end, in an earlier test
-        _process.close(keep_files=True)
 
 
 def _stage(victim: Victim) -> tuple[str, int]:
