@@ -20,7 +20,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_ntp.comm import runtime
-from lightning_ntp.lightning.snapshot import SnapshotRecorder
+from lightning_ntp.lightning.steps.snapshot import SnapshotRecorder
 from lightning_ntp.lightning.survival import survival_of
 
 _BYTES_SENT = 200  # offset of tcpi_bytes_sent in struct tcp_info (linux/tcp.h, Linux 4.19 and newer)

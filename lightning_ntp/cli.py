@@ -1,10 +1,8 @@
 """A LightningCLI with the strategies registered: ``python -m lightning_ntp fit --config config.yaml``.
 
 The model and the data are any classes (``class_path`` and ``init_args``), found from the working directory as well as
-among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there is
-``plan`` (:mod:`lightning_ntp.plan_command`), which starts nothing, and ``drain`` (:mod:`lightning_ntp.drain_command`),
-``restart`` (:mod:`lightning_ntp.restart_command`) and ``relayout`` (:mod:`lightning_ntp.relayout_command`), which speak
-to a running job.
+among the installed packages. ``lightning-ntp`` is the same command. Besides LightningCLI's subcommands there are those
+of :mod:`lightning_ntp.commands`, which plan or speak to a running job.
 
 The ranks of ``strategy: ntp`` run this command again, each for itself. The command is therefore the same whoever runs
 it: it reads its arguments and its configuration, and whether it supervises or trains is the strategy's affair.
@@ -13,6 +11,7 @@ it: it reads its arguments and its configuration, and whether it supervises or t
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
 #: What the extra ``cli`` brings: ``jsonargparse[signatures]``, whose extra brings the latter two.
 CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
+
+#: Modules of :mod:`lightning_ntp.commands`; none of them needs :data:`CLI_REQUIREMENTS`.
+_COMMANDS = ("plan", "drain", "restart", "relayout")
 
 _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
@@ -34,31 +36,14 @@ _ABOUT = {
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line ``args`` (default: the process's arguments).
 
-    That is ``plan``, ``drain``, ``restart``, ``relayout``, or a subcommand of LightningCLI.
+    That is a module of :mod:`lightning_ntp.commands`, or a subcommand of LightningCLI.
 
     Raises:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
     """
     given = sys.argv[1:] if args is None else list(args)
-    if given[:1] == ["plan"]:
-        from lightning_ntp import plan_command
-
-        plan_command.main(given[1:])
-        return
-    if given[:1] == ["drain"]:
-        from lightning_ntp import drain_command
-
-        drain_command.main(given[1:])
-        return
-    if given[:1] == ["restart"]:
-        from lightning_ntp import restart_command
-
-        restart_command.main(given[1:])
-        return
-    if given[:1] == ["relayout"]:
-        from lightning_ntp import relayout_command
-
-        relayout_command.main(given[1:])
+    if given and given[0] in _COMMANDS:
+        import_module(f"lightning_ntp.commands.{given[0]}").main(given[1:])
         return
     build(args)
 

@@ -22,12 +22,8 @@ ROOMS_BELOW: dict[str, set[str]] = {
     # The hook that names the strategies to Lightning, and what stands on top of everything.
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},
-    "plan_command": {"plan", "parallel", "lightning"},
-    "job_commands": {"launch"},
-    "drain_command": {"launch", "job_commands"},
-    "restart_command": {"launch", "job_commands"},
-    "relayout_command": {"launch", "job_commands"},
-    "cli": {"_autoload", "lightning", "plan_command", "drain_command", "restart_command", "relayout_command"},
+    "commands": {"plan", "launch", "parallel", "lightning"},
+    "cli": {"_autoload", "lightning", "commands"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ntp import cli
-from lightning_ntp.plan_command import build_parser, report
+from lightning_ntp.commands.plan import build_parser, report
 
 ROOT = Path(__file__).parents[1]
 SIZES = "--heads 6 --kv-heads 3 --hidden 96 --ffn 250 --vocab 97 --layers 2"

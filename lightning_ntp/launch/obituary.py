@@ -70,7 +70,5 @@ def _gone(entries: Iterable[Entry]) -> set[int]:
         # who leaves in the middle names the generation that goes on without it
         if entry.kind == "dead" or entry.kind == "left" and entry.round:
             gone.add(entry.slot)
-        elif entry.kind == "admit":
-            gone.discard(entry.slot)
         gone.difference_update(join.slot for join in entry.joins)
     return gone

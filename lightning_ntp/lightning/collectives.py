@@ -14,7 +14,7 @@ from lightning_ntp.engine import Operations
 from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
 
 if TYPE_CHECKING:
-    from lightning_ntp.lightning.transaction import Transaction
+    from lightning_ntp.lightning.steps.transaction import Transaction
 
 T = TypeVar("T")
 

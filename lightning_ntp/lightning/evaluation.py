@@ -23,10 +23,10 @@ from lightning_ntp.engine import Operations, Outcome
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.attempts import Failure, attempt
-from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.private import EvaluationLoop
-from lightning_ntp.lightning.snapshot import Restore, Snapshot, SnapshotRecorder
+from lightning_ntp.lightning.steps.attempts import Failure, attempt
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
+from lightning_ntp.lightning.steps.snapshot import Restore, Snapshot, SnapshotRecorder
 
 _LOOP = 10**9
 """More than the votes of one loop: a loop begins at a multiple of it, so that survivors of all replicas can compare."""

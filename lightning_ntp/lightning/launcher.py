@@ -29,7 +29,7 @@ from lightning_ntp.launch.call import Call
 from lightning_ntp.launch.report import install_excepthook, report
 from lightning_ntp.launch.run import result_of
 from lightning_ntp.launch.supervisor import StartMethod
-from lightning_ntp.lightning import calls
+from lightning_ntp.lightning.arrivals import calls
 from lightning_ntp.lightning.private import is_tuner_exit
 
 

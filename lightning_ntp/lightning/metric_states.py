@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_ntp.lightning.buffer_copies import version_of
+from lightning_ntp.lightning.steps.buffer_copies import version_of
 
 # set by whoever knows the current process groups: never put back
 _OF_THE_GENERATION = ("process_group", "distributed_available_fn")

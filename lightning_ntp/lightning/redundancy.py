@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_ntp.comm import Generation, NeighbourCopies, ShardedState
 from lightning_ntp.comm.neighbour_copies import COST, LONGEST_INTERVAL
-from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.steps.transaction import Transaction
 from lightning_ntp.parallel import ShardedModel
 
 log = logging.getLogger("lightning_ntp")

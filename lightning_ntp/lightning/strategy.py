@@ -35,10 +35,12 @@ from lightning_ntp.comm import (
 from lightning_ntp.launch import RankIdentity, is_rank, progress
 from lightning_ntp.launch.jobs import relayout_demand
 from lightning_ntp.launch.progress import Tag
-from lightning_ntp.lightning import calls, private
 from lightning_ntp.lightning import checkpoint as checkpoints
-from lightning_ntp.lightning.arrivals import Arrivals
-from lightning_ntp.lightning.attribute_copies import remember_containers
+from lightning_ntp.lightning import private
+from lightning_ntp.lightning.arrivals import calls
+from lightning_ntp.lightning.arrivals.fit import Arrivals
+from lightning_ntp.lightning.arrivals.identity import describe_job
+from lightning_ntp.lightning.arrivals.told import Told
 from lightning_ntp.lightning.averaging import refuse_averaging_callbacks
 from lightning_ntp.lightning.batches import Batches
 from lightning_ntp.lightning.checkpoint_io import WholeFileIO, put_link
@@ -47,25 +49,32 @@ from lightning_ntp.lightning.data import check_sampler, seed_workers_by_replica
 from lightning_ntp.lightning.draining import Draining
 from lightning_ntp.lightning.environment import NTPEnvironment, device_number
 from lightning_ntp.lightning.evaluation import Evaluation
-from lightning_ntp.lightning.identity import describe_job
 from lightning_ntp.lightning.launcher import NTPLauncher
 from lightning_ntp.lightning.mesh import Mesh
 from lightning_ntp.lightning.metrics import count_replicas_once
 from lightning_ntp.lightning.model_plan import plan_of
 from lightning_ntp.lightning.optimizers import check_optimizers
+from lightning_ntp.lightning.planned_changes import PlannedChanges
 from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.redundancy import Redundancy
 from lightning_ntp.lightning.relayout import Relayout
-from lightning_ntp.lightning.snapshot import SnapshotRecorder
+from lightning_ntp.lightning.settings import (
+    DEFAULT_HEARTBEAT,
+    DEFAULT_TIMEOUT,
+    as_timedelta,
+    check_choices,
+    check_counts,
+    check_times,
+)
+from lightning_ntp.lightning.steps.attribute_copies import remember_containers
+from lightning_ntp.lightning.steps.snapshot import SnapshotRecorder
+from lightning_ntp.lightning.steps.transaction import Transaction
+from lightning_ntp.lightning.steps.whole_state import WholeState
 from lightning_ntp.lightning.stopping import StopTogether
 from lightning_ntp.lightning.summary import UnshardedSummary
 from lightning_ntp.lightning.survival import Survival, survival_of
-from lightning_ntp.lightning.timeouts import DEFAULT_HEARTBEAT, DEFAULT_TIMEOUT, as_timedelta, check_times, is_number
-from lightning_ntp.lightning.told import Told
-from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.verification import Verification
-from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import Plan, ShardedModel, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology, TopologyError
 from lightning_ntp.plan.policy import RecoveryPolicy
@@ -149,32 +158,10 @@ class NTPStrategy(ParallelStrategy):
         spares: int = 0,
     ) -> None:
         super().__init__()
-        if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
-            raise ValueError(f"spares={spares!r} must be a whole number of devices that wait for a loss, 0 for none")
-        if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
-            raise ValueError(
-                f"max_restarts={max_restarts!r} must be a whole number: how often a slot is started again, 0 for never"
-            )
+        check_counts(spares, max_restarts, bucket_cap_mb)
+        check_choices(verify, redundancy, start_method, process_group_backend, save_distributed_checkpoint)
         if may_restart is not None and not callable(may_restart):
             raise ValueError(f"may_restart={may_restart!r} must be a function of a slot, or None")
-        if redundancy not in (None, "neighbor"):
-            raise ValueError(f"redundancy={redundancy!r} is neither None nor 'neighbor'")
-        if not (isinstance(verify, bool) or verify == "auto"):
-            raise ValueError(f"verify={verify!r} is none of 'auto', True, False")
-        if start_method not in ("popen", "spawn", "fork"):
-            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
-        if process_group_backend not in (None, "gloo", "nccl"):
-            raise ValueError(
-                f"process_group_backend={process_group_backend!r} is not supported: use 'gloo', 'nccl', or None for"
-                " what fits the device"
-            )
-        if not (is_number(bucket_cap_mb) and bucket_cap_mb > 0):
-            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a finite number of MiB above 0")
-        if save_distributed_checkpoint:
-            raise ValueError(
-                "save_distributed_checkpoint=True: this strategy writes one file with the unsharded model, which loads"
-                " anywhere and at any degrees; leave it False"
-            )
         # sizes are held against the device count later; here so that a wrong number is told where it was given
         for name, size in (
             ("tensor_parallel_size", tensor_parallel_size),
@@ -217,9 +204,7 @@ class NTPStrategy(ParallelStrategy):
         self._survival: Survival | None = None
         self._with_copies = redundancy == "neighbor"
         self._redundancy: Redundancy | None = None
-        self._draining: Draining | None = None
-        self._arrivals: Arrivals | None = None
-        self._relayout: Relayout | None = None
+        self._changes: PlannedChanges | None = None
         self._told: Told | None = None
         # methods rather than lambdas: the strategy is pickled for spawned ranks
         self._collectives = ReplicaCollectives(self._get_generation, self._get_operations, self._get_transaction)
@@ -503,41 +488,40 @@ class NTPStrategy(ParallelStrategy):
                 self._verify, trainer, self.sharded, self._get_generation, transaction.snapshot
             )
         survival.install(evaluation, transaction)
-        self._stop.riders, self._draining, self._arrivals, self._relayout = [], None, None, None
+        self._stop.riders, self._changes = [], None
         if transaction is not None:
-            assert self._runtime is not None
-            draining = self._draining = Draining(self._runtime, survival.engine, self._leave)
-            self._stop.riders, self._stop.drain = [draining], self._drain_self
-            assert self.lightning_module is not None and self.sharded is not None and self._first_steps is not None
-            assert self._told is not None and self._verification is not None
-            arrivals = self._arrivals = Arrivals(
-                trainer,
-                self._runtime,
-                survival,
-                self.sharded,
-                self._states,
-                self._batches,
-                self._first_steps,
-                self._verification,
-                self._whole,
-                self.root_device,
-                self._told,
-            )
-            identity = RankIdentity.from_environ()
-            demand = None if identity.job_dir is None else relayout_demand(identity.job_dir)
-            relayout = self._relayout = Relayout(self._runtime, survival.engine, demand)
-            self._stop.riders += [arrivals.joining, relayout]
-            transaction.on_commit += [draining.step_done, arrivals.joining.step_done, relayout.step_done]
-
-            def change(result: Any) -> None:
-                draining.change()
-                relayout.change()
-                arrivals.joining.change(result)
-
-            transaction.on_gradients = change
-            if self._runtime.joining:
-                trainer.num_sanity_val_steps = 0
+            assert self.lightning_module is not None
+            self._set_up_changes(trainer, survival, transaction)
             survival.engine.keeps_gradients = not self.lightning_module.automatic_optimization
+
+    def _set_up_changes(self, trainer: Trainer, survival: Survival, transaction: Transaction) -> None:
+        """From now on ranks can leave and join between two updates."""
+        assert self._runtime is not None and self.sharded is not None and self._first_steps is not None
+        assert self._told is not None and self._verification is not None
+        arrivals = Arrivals(
+            trainer,
+            self._runtime,
+            survival,
+            self.sharded,
+            self._states,
+            self._batches,
+            self._first_steps,
+            self._verification,
+            self._whole,
+            self.root_device,
+            self._told,
+        )
+        identity = RankIdentity.from_environ()
+        demand = None if identity.job_dir is None else relayout_demand(identity.job_dir)
+        changes = self._changes = PlannedChanges(
+            Draining(self._runtime, survival.engine, self._leave),
+            Relayout(self._runtime, survival.engine, demand),
+            arrivals,
+        )
+        changes.install(transaction, self._stop)
+        self._stop.drain = self._drain_self
+        if self._runtime.joining:
+            trainer.num_sanity_val_steps = 0
 
     def drain(self, slot: int, reason: str = "") -> None:
         """Let a slot leave as planned, in one of the next training steps: no step is lost and none is done again.
@@ -553,9 +537,9 @@ class NTPStrategy(ParallelStrategy):
             ValueError: If there is no such slot alive, or the job could not go on without it; says why.
             RuntimeError: Outside of a fit.
         """
-        if self._draining is None:
+        if self._changes is None:
             raise RuntimeError(f"drain(slot={slot}): ranks can leave as planned only while a fit is running")
-        self._draining.request(slot, reason)
+        self._changes.draining.request(slot, reason)
 
     def relayout(self) -> None:
         """Let all slots go back to their places of the launch, in one of the next training steps.
@@ -566,17 +550,12 @@ class NTPStrategy(ParallelStrategy):
         Raises:
             RuntimeError: Outside of a fit.
         """
-        if self._relayout is None:
+        if self._changes is None:
             raise RuntimeError("relayout(): slots can go back to their places only while a fit is running")
-        self._relayout.request()
+        self._changes.relayout.request()
 
     def _drain_self(self, reason: str) -> bool:
-        assert self._draining is not None
-        try:
-            self._draining.request(self.generation.slot, reason)
-        except ValueError:
-            return False
-        return True
+        return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)
 
     def _set_up_redundancy(self, fits: bool) -> None:
         """From now on neighbours keep copies of each other's shards."""
@@ -619,11 +598,9 @@ class NTPStrategy(ParallelStrategy):
             self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
         if self._first_steps is not None:
             self._first_steps.enter(self.generation)
-        if self._arrivals is not None:
-            self._arrivals.joining.hand_again()
         self.set_world_ranks()
-        if self._arrivals is not None:
-            self._arrivals.joining.hand_again()  # who was to hand the newest batch on may be gone
+        if self._changes is not None:
+            self._changes.joining.hand_again()  # who was to hand the newest batch on may be gone
         for completed, path in self._removed if self.is_global_zero else ():
             if completed == self._survival.operations.completed:
                 super().remove_checkpoint(path)  # the rank 0 that died may not have come to it
@@ -783,10 +760,8 @@ class NTPStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._draining is not None:
-            self._draining.forget()
-        if self._arrivals is not None:
-            self._arrivals.joining.forget()
+        if self._changes is not None:
+            self._changes.forget()
         self._compare_copies()
         if self._redundancy is not None:
             assert self._survival is not None
@@ -1152,7 +1127,7 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
-        self._stop.riders, self._draining, self._arrivals, self._relayout = [], None, None, None
+        self._stop.riders, self._changes = [], None
         if self._survival is not None:
             if self._is_done():
                 # nobody leaves while others may still need what it holds

@@ -26,10 +26,10 @@ from lightning_ntp.comm.membership import RAISED
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
-from lightning_ntp.lightning.deferred_rows import DeferredRows
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import hand_over_rank_zero, remember_rows, take_over_rank_zero
-from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
+from lightning_ntp.lightning.steps.transaction import Transaction
 from lightning_ntp.plan.policy import RecoveryPolicy
 
 log = logging.getLogger("lightning_ntp")

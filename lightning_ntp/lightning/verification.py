@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lightning_ntp import engine
 from lightning_ntp.comm import Generation, GradientSync, Interrupted, gather_whole
-from lightning_ntp.lightning.attribute_copies import remember_attributes
-from lightning_ntp.lightning.snapshot import Snapshot
+from lightning_ntp.lightning.steps.attribute_copies import remember_attributes
+from lightning_ntp.lightning.steps.snapshot import Snapshot
 from lightning_ntp.parallel import ShardedModel, unsharded, without_dropout
 
 log = logging.getLogger("lightning_ntp")

@@ -18,7 +18,7 @@ from typing import Literal
 
 from lightning_ntp.plan.topology import Topology, TopologyError
 
-Kind = Literal["dead", "left", "standby", "admit", "retry", "commit", "switch"]
+Kind = Literal["dead", "left", "standby", "retry", "commit", "switch"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Entry:
 
     kind: Kind
     slot: int = -1
-    """``dead``, ``left``, ``standby``, ``admit``: whose. ``switch``: who leaves with it; -1 if nobody does."""
+    """``dead``, ``left``, ``standby``: whose. ``switch``: who leaves with it; -1 if nobody does."""
     uid: str = ""
     """Of the process in that slot; a ``dead`` entry for an earlier incarnation changes nothing."""
     reason: str = ""
@@ -93,7 +93,7 @@ class Roster:
     members: Mapping[int, str]
     """Live slots and the uids of their processes; the uid is empty for the process that was there at launch."""
     standby: Mapping[int, str] = field(default_factory=dict)
-    """Slots whose new process waits to be admitted."""
+    """Slots whose new process waits to join."""
     position: int = 0
     """Number of entries seen."""
     change: int = 0
@@ -107,7 +107,7 @@ class Roster:
     retries: tuple[Entry, ...] = ()
     """Retries since a member last went: generations that failed although everybody lived."""
     deserted: int = -1
-    """Position of the newest entry by which somebody who waited to be admitted was gone."""
+    """Position of the newest entry by which somebody who waited to join was gone."""
 
     @staticmethod
     def launch(topology: Topology) -> Roster:
@@ -143,11 +143,6 @@ class Roster:
             if entry.slot in self.members:
                 return seen
             return replace(seen, standby={**self.standby, entry.slot: entry.uid})
-        if entry.kind == "admit":
-            if self.standby.get(entry.slot) != entry.uid or entry.slot not in self.start.slots:
-                return seen
-            waiting = {slot: uid for slot, uid in self.standby.items() if slot != entry.slot}
-            return replace(seen, standby=waiting, members={**self.members, entry.slot: entry.uid}, change=here)
         if entry.kind == "retry":
             # Every survivor may ask; the first one is enough.
             if entry.round != self.commit or self.commit < 0 or self.interrupted:
@@ -222,14 +217,8 @@ class Roster:
         return all(self.standby.get(join.slot) == join.uid for join in joins)
 
     def _next_topology(self) -> Topology:
-        topology = self.topology
-        gone = [slot for slot in topology.slots if slot not in self.members]
-        if gone:
-            topology, _ = topology.lose(gone)
-        for slot in self.slots:
-            if slot not in topology.slots:
-                topology = topology.join(self.start.place(slot)[0], slot)
-        return topology
+        gone = [slot for slot in self.topology.slots if slot not in self.members]
+        return self.topology.lose(gone)[0] if gone else self.topology
 
 
 def fold(start: Topology, entries: Iterable[Entry]) -> Roster:

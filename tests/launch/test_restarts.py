@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_ntp import restart_command
+from lightning_ntp.commands import restart
 from lightning_ntp.launch import REFUSED, Outcome, RankIdentity, Supervisor, progress, report_alone
 from lightning_ntp.launch.call import Call
 from lightning_ntp.launch.log import FINISHED, RECOVERABLE, Log, left_key, released_key
@@ -295,7 +295,7 @@ def test_a_restart_that_is_due_does_not_hold_up_the_end(job: Job, how: str) -> N
             raise ValueError("a bug")
         if how == "one is through" and me.slot == 2:
             wait_until_gone(me, 0)
-            restart_command.main(["1", "--job", me.job])
+            restart.main(["1", "--job", me.job])
             job.wait_for("slot 1 is not started again: the job is ending")
 
     outcome = job.run(3, body, max_restarts=1, restart_backoff=NEVER)
@@ -364,7 +364,7 @@ def test_a_restart_for_which_the_machine_has_no_process_left_hurts_nobody(
 def test_a_person_may_start_any_slot_again(job: Job) -> None:
     def refusal(*arguments: str) -> None:
         with pytest.raises(SystemExit) as ended:
-            restart_command.main(list(arguments))
+            restart.main(list(arguments))
         assert ended.value.code == 2
 
     def body(me: RankIdentity, store: Any) -> int:
@@ -383,7 +383,7 @@ def test_a_person_may_start_any_slot_again(job: Job) -> None:
             refusal("7", *run)
             refusal("0", *run)
             refusal("1", "--job", "nobody's")
-            restart_command.main(["1", *run])
+            restart.main(["1", *run])
             store.wait(["joined"])
             refusal("1", *run)
             store.set("seen", "")
@@ -402,7 +402,7 @@ def test_a_demand_is_served_when_all_restarts_are_used_up(job: Job) -> None:
         if me.slot == 1:
             os._exit(3)
         job.wait_for("(max_restarts=1)")
-        restart_command.main(["1", "--job", me.job])
+        restart.main(["1", "--job", me.job])
         job.wait_for("on demand", "restart 1 of 1)\n")
         while len(job.lines) < 9:
             time.sleep(0.01)
@@ -420,14 +420,14 @@ def test_a_demand_is_served_when_all_restarts_are_used_up(job: Job) -> None:
 def test_the_result_is_that_of_the_lowest_slot_that_saw_the_end(job: Job) -> None:
     def body(me: RankIdentity, store: Any) -> int:
         from lightning_ntp.launch.obituary import expect_deaths
-        from lightning_ntp.plan import Entry
+        from lightning_ntp.plan import Entry, Join
 
         expect_deaths()
         if me.slot == 0 and not me.joins:
             die()
         if me.joins:
             report_alone(False)
-            Log(store).append(Entry("admit", me.slot, me.uid))
+            Log(store).append(Entry("switch", joins=(Join(me.slot, me.uid, 0),)))
             store.set("joined", "")
         store.wait(["joined"])
         assert is_first_survivor() == (me.slot == 0)

@@ -26,8 +26,8 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision, BinaryR
 
 from lightning_ntp.comm.interruption import Interrupted
 from lightning_ntp.engine.recovery import Outcome
-from lightning_ntp.lightning.deferred_rows import DeferredRows
-from lightning_ntp.lightning.transaction import Transaction
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
+from lightning_ntp.lightning.steps.transaction import Transaction
 
 Fault = tuple[str, int]
 """A phase and the how-manieth time it is reached, counted from 0 and over replays."""

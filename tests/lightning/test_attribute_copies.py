@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 
-from lightning_ntp.lightning.attribute_copies import LONG, AttributeRecorder
+from lightning_ntp.lightning.steps.attribute_copies import LONG, AttributeRecorder
 
 
 class Module(LightningModule):

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_ntp.lightning.identity import describe_job, differences
+from lightning_ntp.lightning.arrivals.identity import describe_job, differences
 from lightning_ntp.parallel import TensorParallelContext, parallelize
 from lightning_ntp.plan import LayoutFamily
 

@@ -32,14 +32,14 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, BinaryPrecision, BinaryRecall
 
 from lightning_ntp.lightning import private_loops
-from lightning_ntp.lightning.attribute_copies import COPIED_BYTES
-from lightning_ntp.lightning.buffer_copies import SMALL_BYTES, BufferRecorder
-from lightning_ntp.lightning.deferred_rows import DeferredRows
-from lightning_ntp.lightning.joined_state import Joined, JoinedState
+from lightning_ntp.lightning.arrivals.joined_state import Joined, JoinedState
+from lightning_ntp.lightning.arrivals.rebinding import OBJECTS, Carrier, References, _Pickler
+from lightning_ntp.lightning.arrivals.state_schema import CannotJoin
 from lightning_ntp.lightning.metric_states import metric_states
 from lightning_ntp.lightning.rank_zero import remember_rows, remembered_rows
-from lightning_ntp.lightning.rebinding import OBJECTS, Carrier, References, _Pickler
-from lightning_ntp.lightning.state_schema import CannotJoin
+from lightning_ntp.lightning.steps.attribute_copies import COPIED_BYTES
+from lightning_ntp.lightning.steps.buffer_copies import SMALL_BYTES, BufferRecorder
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
 from tests.lightning.rigs import EndState, Regression, Worlds, assert_same, loader, make_trainer
 from tests.lightning.rigs import Net as RigsNet
 

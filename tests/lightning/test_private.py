@@ -38,7 +38,8 @@ from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 import lightning_ntp
-from lightning_ntp.lightning import calls, metric_states, private, private_fetching, private_loops
+from lightning_ntp.lightning import metric_states, private, private_fetching, private_loops
+from lightning_ntp.lightning.arrivals import calls
 
 PACKAGE = Path(lightning_ntp.__file__).parent
 

@@ -23,7 +23,6 @@ entries = st.one_of(
     st.builds(dead, st.integers(0, 5)),
     st.builds(lambda s: Entry("left", s, uid(s)), st.integers(0, 5)),
     st.builds(lambda s, n: Entry("standby", s, f"new{s}.{n}"), st.integers(0, 5), st.integers(0, 1)),
-    st.builds(lambda s, n: Entry("admit", s, f"new{s}.{n}"), st.integers(0, 5), st.integers(0, 1)),
     st.builds(lambda r: Entry("retry", 0, "u0", "x", round=r), st.integers(-1, 12)),
     st.builds(lambda r: Entry("commit", 0, "u0", round=r), st.integers(0, 12)),
     st.builds(lambda s, r: Entry("switch", s, uid(s), "asked to", round=r), st.integers(0, 5), st.integers(-1, 12)),
@@ -80,16 +79,10 @@ def test_a_death_voids_the_round_and_the_next_one_has_who_is_left() -> None:
 
 def test_the_death_of_an_earlier_incarnation_changes_nothing() -> None:
     log = [Entry("commit", round=0), dead(3), Entry("commit", round=2)]
-    log += [Entry("standby", 3, "new"), Entry("admit", 3, "new"), Entry("commit", round=5)]
+    log += [Entry("standby", 3, "new"), Entry("switch", round=3, joins=(Join(3, "new", 1),))]
     roster = fold(START, log)
     assert roster.topology.slots == START.slots and roster.members[3] == "new"
     assert roster.apply(dead(3)).members == roster.members
-
-
-def test_admission_interrupts_nobody() -> None:
-    log = [Entry("commit", round=0), dead(3), Entry("commit", round=2), Entry("standby", 3, "new")]
-    roster = fold(START, [*log, Entry("admit", 3, "new")])
-    assert not roster.interrupted and not roster.settled
 
 
 def test_newcomers_join_a_settled_generation_all_together_or_not_at_all() -> None:

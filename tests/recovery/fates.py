@@ -59,10 +59,10 @@ def install(fates: Iterable[Fate], life: int) -> None:
     from lightning_ntp.comm.runtime import Runtime
     from lightning_ntp.engine import planned
     from lightning_ntp.engine.recovery import RecoveryEngine
-    from lightning_ntp.lightning.arrivals import Arrivals
-    from lightning_ntp.lightning.joined_state import JoinedState
-    from lightning_ntp.lightning.newcomer import Newcomer
-    from lightning_ntp.lightning.transaction import Transaction
+    from lightning_ntp.lightning.arrivals.fit import Arrivals
+    from lightning_ntp.lightning.arrivals.joined_state import JoinedState
+    from lightning_ntp.lightning.arrivals.newcomer import Newcomer
+    from lightning_ntp.lightning.steps.transaction import Transaction
 
     places: dict[str, tuple[Any, str, bool]] = {
         "alone": (Runtime, "_begin_alone", False),

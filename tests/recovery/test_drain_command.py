@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_ntp import drain_command, job_commands
+from lightning_ntp.commands import drain as command
+from lightning_ntp.commands import jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ def test_a_rank_leaves_when_it_is_told_to_from_outside(tmp_path: Path) -> None:
 
 
 def test_without_a_job_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_commands, "running_jobs", lambda: [])
+    monkeypatch.setattr(jobs, "running_jobs", lambda: [])
     with pytest.raises(SystemExit) as ended:
-        drain_command.main(["3"])
+        command.main(["3"])
     assert ended.value.code == 2 and "no job runs here" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def _kill(place: str) -> None:
     from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
     from lightning.pytorch.tuner import lr_finder
 
-    from lightning_ntp.lightning.whole_state import WholeState
+    from lightning_ntp.lightning.steps.whole_state import WholeState
 
     owners: dict[str, tuple[Any, str]] = {
         "save": (WholeState, "save"),

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.attribute_copies import remember_containers
-from lightning_ntp.lightning.buffer_copies import BufferSlot
-from lightning_ntp.lightning.manual_state import ManualState
-from lightning_ntp.lightning.snapshot import Restore, Snapshot
+from lightning_ntp.lightning.steps.attribute_copies import remember_containers
+from lightning_ntp.lightning.steps.buffer_copies import BufferSlot
+from lightning_ntp.lightning.steps.manual_state import ManualState
+from lightning_ntp.lightning.steps.snapshot import Restore, Snapshot
 
 
 class ReplayClosure(Closure):

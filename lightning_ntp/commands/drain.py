@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lightning_ntp.job_commands import add_arguments, chosen_job, refuse, wait_until
+from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, wait_until
 from lightning_ntp.launch.jobs import leave_reason
 
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.registered_state import RegisteredState, RegisteredStateCopy
+from lightning_ntp.lightning.steps.registered_state import RegisteredState, RegisteredStateCopy
 
 
 class OptimizerSettings:

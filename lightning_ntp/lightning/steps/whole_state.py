@@ -15,7 +15,7 @@ from lightning_ntp.lightning import checkpoint as checkpoints
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.checkpoint_io import CheckpointError, newest_checkpoint, why_not_written
 from lightning_ntp.lightning.collectives import ReplicaCollectives
-from lightning_ntp.lightning.registered_state import RegisteredState, full_state, local_state
+from lightning_ntp.lightning.steps.registered_state import RegisteredState, full_state, local_state
 from lightning_ntp.parallel import ShardedModel
 
 _GONE = 2

@@ -16,11 +16,11 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.buffer_copies import BufferSlot
-from lightning_ntp.lightning.manual_state import OptimizerSettings
-from lightning_ntp.lightning.registered_state import RegisteredState
-from lightning_ntp.lightning.snapshot import Restore, SnapshotRecorder
-from lightning_ntp.lightning.window import Window
+from lightning_ntp.lightning.steps.buffer_copies import BufferSlot
+from lightning_ntp.lightning.steps.manual_state import OptimizerSettings
+from lightning_ntp.lightning.steps.registered_state import RegisteredState
+from lightning_ntp.lightning.steps.snapshot import Restore, SnapshotRecorder
+from lightning_ntp.lightning.steps.window import Window
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_ntp.comm import ShardedState
-from lightning_ntp.lightning.rebinding import Carrier, Items, names_of
+from lightning_ntp.lightning.arrivals.rebinding import Carrier, Items, names_of
 
 
 class CannotJoin(RuntimeError):

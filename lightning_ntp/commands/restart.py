@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_ntp.job_commands import add_arguments, chosen_job, refuse, wait_until
+from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, wait_until
 from lightning_ntp.launch.jobs import restart_demand
 
 

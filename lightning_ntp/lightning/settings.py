@@ -1,4 +1,4 @@
-"""The strategy's times to wait, and whether they go together."""
+"""The strategy's settings: whether each is in its range, and whether times to wait go together."""
 
 from __future__ import annotations
 
@@ -56,3 +56,41 @@ def check_times(
             f" {DEFAULT_HEARTBEAT.total_seconds():g}), or switch it off with heartbeat=None"
         )
     return waits, silence
+
+
+def check_counts(spares: int, max_restarts: int, bucket_cap_mb: float) -> None:
+    """Raises:
+    ValueError: If one is out of range.
+    """
+    if isinstance(spares, bool) or not isinstance(spares, int) or spares < 0:
+        raise ValueError(f"spares={spares!r} must be a whole number of devices that wait for a loss, 0 for none")
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(
+            f"max_restarts={max_restarts!r} must be a whole number: how often a slot is started again, 0 for never"
+        )
+    if not (is_number(bucket_cap_mb) and bucket_cap_mb > 0):
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} must be a finite number of MiB above 0")
+
+
+def check_choices(
+    verify: object, redundancy: object, start_method: object, process_group_backend: object, distributed: object
+) -> None:
+    """Raises:
+    ValueError: If one is none of those there are.
+    """
+    if redundancy not in (None, "neighbor"):
+        raise ValueError(f"redundancy={redundancy!r} is neither None nor 'neighbor'")
+    if not (isinstance(verify, bool) or verify == "auto"):
+        raise ValueError(f"verify={verify!r} is none of 'auto', True, False")
+    if start_method not in ("popen", "spawn", "fork"):
+        raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
+    if process_group_backend not in (None, "gloo", "nccl"):
+        raise ValueError(
+            f"process_group_backend={process_group_backend!r} is not supported: use 'gloo', 'nccl', or None for what"
+            " fits the device"
+        )
+    if distributed:
+        raise ValueError(
+            "save_distributed_checkpoint=True: this strategy writes one file with the unsharded model, which loads"
+            " anywhere and at any degrees; leave it False"
+        )

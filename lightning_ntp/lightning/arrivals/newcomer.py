@@ -1,4 +1,4 @@
-"""A rank that joins a running fit: the newcomer's side of :mod:`lightning_ntp.lightning.joining`.
+"""A rank that joins a running fit: the newcomer's side of :mod:`lightning_ntp.lightning.arrivals.members`.
 
 Until it is a member it is alone: its collectives have nobody else in them, and its trainer has set up as for a fresh
 fit. It stands at its first training batch when it says that it stands by. Whatever happens to the members meanwhile, an
@@ -20,11 +20,11 @@ from lightning_ntp.comm import Interrupted, Runtime, runtime
 from lightning_ntp.engine import PlannedEntry, RecoveryEngine
 from lightning_ntp.launch import REFUSED, progress, report_alone
 from lightning_ntp.launch.progress import Tag
-from lightning_ntp.lightning.identity import differences
-from lightning_ntp.lightning.joined_state import JoinedState
-from lightning_ntp.lightning.joining import Fetched, Given, Handover, Invitation, Joining, Keys, Outcome
-from lightning_ntp.lightning.state_schema import CannotJoin
-from lightning_ntp.lightning.told import Told
+from lightning_ntp.lightning.arrivals.identity import differences
+from lightning_ntp.lightning.arrivals.joined_state import JoinedState
+from lightning_ntp.lightning.arrivals.members import Fetched, Given, Handover, Invitation, Joining, Keys, Outcome
+from lightning_ntp.lightning.arrivals.state_schema import CannotJoin
+from lightning_ntp.lightning.arrivals.told import Told
 from lightning_ntp.parallel import ShardedModel
 
 log = logging.getLogger("lightning_ntp")

@@ -3,8 +3,8 @@
 A newcomer re-runs the script up to its first training batch and says that it stands by. Rank 0 invites it in the vote
 of step k - 1. Beside step k shards travel to it (:mod:`lightning_ntp.engine.planned`), and a member of its replica, the
 *giver*, leaves in the job's store what else it needs: the batches of the step, the state before each and after the
-last (:mod:`lightning_ntp.lightning.joined_state`), and what ``training_step`` has returned. After the gradient sync of
-step k it is a member, and finishes the step with the others without having computed it.
+last (:mod:`lightning_ntp.lightning.arrivals.joined_state`), and what ``training_step`` has returned. After the gradient
+sync of step k it is a member, and finishes the step with the others without having computed it.
 
 For the rest of the epoch its own dataloader is not in position: the giver hands it every batch. For the rest of the fit
 even, if the dataloader may have a state that it carries from epoch to epoch.

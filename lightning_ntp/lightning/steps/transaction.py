@@ -23,13 +23,13 @@ from lightning_ntp.engine.recovery import Outcome
 from lightning_ntp.launch import progress
 from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.attempts import Failure, Unwind, attempt
-from lightning_ntp.lightning.deferred_rows import DeferredRows
-from lightning_ntp.lightning.history import History, Past
-from lightning_ntp.lightning.manual_state import ManualState
-from lightning_ntp.lightning.registered_state import RegisteredState
-from lightning_ntp.lightning.snapshot import Restore, Snapshot, SnapshotRecorder
-from lightning_ntp.lightning.window import Entry, ReplayClosure, Window
+from lightning_ntp.lightning.steps.attempts import Failure, Unwind, attempt
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
+from lightning_ntp.lightning.steps.history import History, Past
+from lightning_ntp.lightning.steps.manual_state import ManualState
+from lightning_ntp.lightning.steps.registered_state import RegisteredState
+from lightning_ntp.lightning.steps.snapshot import Restore, Snapshot, SnapshotRecorder
+from lightning_ntp.lightning.steps.window import Entry, ReplayClosure, Window
 
 T = TypeVar("T")
 

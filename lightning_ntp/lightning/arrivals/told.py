@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_ntp.comm import Runtime
-from lightning_ntp.lightning import calls
+from lightning_ntp.lightning.arrivals import calls
 
 _LARGEST = 1 << 20
 """Bytes of a value that is kept; in place of a larger one a newcomer takes its own."""

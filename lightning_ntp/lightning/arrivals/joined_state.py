@@ -23,12 +23,8 @@ from torch.optim import SGD, Optimizer
 
 from lightning_ntp.comm import ShardedState
 from lightning_ntp.lightning import private_loops
-from lightning_ntp.lightning.attribute_copies import own_attributes
-from lightning_ntp.lightning.deferred_rows import DeferredRows
-from lightning_ntp.lightning.metric_states import metric_kinds, metric_states, put_metric_states
-from lightning_ntp.lightning.rank_zero import put_remembered_rows, remembered_rows, stand_ins
-from lightning_ntp.lightning.rebinding import Carrier, Items, Name, References, names_of, put_attributes
-from lightning_ntp.lightning.state_schema import (
+from lightning_ntp.lightning.arrivals.rebinding import Carrier, Items, Name, References, names_of, put_attributes
+from lightning_ntp.lightning.arrivals.state_schema import (
     CannotJoin,
     make_state,
     numbers_of,
@@ -36,6 +32,10 @@ from lightning_ntp.lightning.state_schema import (
     put_numbers,
     schema_of,
 )
+from lightning_ntp.lightning.metric_states import metric_kinds, metric_states, put_metric_states
+from lightning_ntp.lightning.rank_zero import put_remembered_rows, remembered_rows, stand_ins
+from lightning_ntp.lightning.steps.attribute_copies import own_attributes
+from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
 
 Content = dict[str, Any]
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_ntp.job_commands import add_job, chosen_job
+from lightning_ntp.commands.jobs import add_job, chosen_job
 from lightning_ntp.launch.jobs import relayout_demand
 
 

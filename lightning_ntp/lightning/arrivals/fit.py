@@ -1,6 +1,6 @@
 """What a fit needs so that ranks can join it, on both sides: batches, state, and what the strategy knows.
 
-:mod:`lightning_ntp.lightning.joining` says how it goes.
+:mod:`lightning_ntp.lightning.arrivals.members` says how it goes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from lightning.pytorch import Trainer
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, Runtime
 from lightning_ntp.lightning import private_fetching as fetching
+from lightning_ntp.lightning.arrivals.identity import describe_job
+from lightning_ntp.lightning.arrivals.joined_state import JoinedState, put_random_states, random_states
+from lightning_ntp.lightning.arrivals.members import Captures, Fetched, Joining
+from lightning_ntp.lightning.arrivals.newcomer import Newcomer, TooLate
+from lightning_ntp.lightning.arrivals.told import Told
 from lightning_ntp.lightning.batches import Batches
-from lightning_ntp.lightning.identity import describe_job
-from lightning_ntp.lightning.joined_state import JoinedState, put_random_states, random_states
-from lightning_ntp.lightning.joining import Captures, Fetched, Joining
-from lightning_ntp.lightning.newcomer import Newcomer, TooLate
 from lightning_ntp.lightning.shared_batches import SharedBatches, begins_alike
+from lightning_ntp.lightning.steps.transaction import Transaction
+from lightning_ntp.lightning.steps.whole_state import WholeState
 from lightning_ntp.lightning.survival import Survival
-from lightning_ntp.lightning.told import Told
-from lightning_ntp.lightning.transaction import Transaction
 from lightning_ntp.lightning.verification import Verification
-from lightning_ntp.lightning.whole_state import WholeState
 from lightning_ntp.parallel import ShardedModel
 
 

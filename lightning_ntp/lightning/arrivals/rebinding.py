@@ -24,7 +24,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_ntp.lightning.attribute_copies import COPIED_BYTES
+from lightning_ntp.lightning.steps.attribute_copies import COPIED_BYTES
 
 OBJECTS = 1_000_000
 """More objects than these are not copied: they take half a second. A tensor counts as several."""

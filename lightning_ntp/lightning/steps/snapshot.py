@@ -1,7 +1,7 @@
 """What a half-run training step can have changed, remembered and put back.
 
 Parameters and optimizer state are not part of it: automatic optimization changes them only after the vote, and manual
-optimization has :mod:`lightning_ntp.lightning.manual_state`.
+optimization has :mod:`lightning_ntp.lightning.steps.manual_state`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from lightning_ntp.lightning import private
-from lightning_ntp.lightning.attribute_copies import AttributeRecorder
-from lightning_ntp.lightning.buffer_copies import BufferCopies, BufferRecorder, BufferSlot
 from lightning_ntp.lightning.metric_states import MetricRecorder
+from lightning_ntp.lightning.steps.attribute_copies import AttributeRecorder
+from lightning_ntp.lightning.steps.buffer_copies import BufferCopies, BufferRecorder, BufferSlot
 
 Restore = Callable[[], None]
 """Puts back what was remembered; may be called any number of times."""
