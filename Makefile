@@ -8,8 +8,9 @@ TESTS ?=
 # What the demo trains: make demo DEMO_ARGUMENTS="--steps 50 --degrees 2 1"
 DEMO_ARGUMENTS ?= --degrees 4 4
 OUTPUT ?= outputs/gpt
-# How many random schedules of faults: make chaos SEEDS=500
+# How many random schedules of faults, and how many more in which lost ranks come back: make chaos SEEDS=500
 SEEDS ?= 60
+RETURNS ?= 200
 
 .DELETE_ON_ERROR:
 .PHONY: help install demo test chaos lint format bench clean
@@ -18,7 +19,7 @@ help:
 	@echo "make install  the package with everything for development, into $(VENV)"
 	@echo "make demo     trains a small GPT on CPU at degrees (4, 4), kills a rank and lets it come back; two minutes"
 	@echo "make test     every test, or those in TESTS=path"
-	@echo "make chaos    every slot at every point, long jobs and the like, then SEEDS=$(SEEDS) random schedules; over an hour"
+	@echo "make chaos    every slot at every point, long jobs and the like, then SEEDS=$(SEEDS) and RETURNS=$(RETURNS) random schedules; hours"
 	@echo "make lint     ruff, formatting, types"
 	@echo "make format   lets ruff repair what it can"
 	@echo "make bench    every benchmark"
@@ -41,7 +42,9 @@ test: $(STAMP)
 
 chaos: $(STAMP)
 	@status=0; $(BIN)/python -m pytest -m chaos $(TESTS) || status=1; \
-	[ -n "$(TESTS)" ] || $(BIN)/python -m tests.recovery.schedules --seeds 0 $(SEEDS) || status=1; exit $$status
+	[ -n "$(TESTS)" ] || $(BIN)/python -m tests.recovery.schedules --seeds 0 $(SEEDS) || status=1; \
+	[ -n "$(TESTS)" ] || $(BIN)/python -m tests.recovery.schedules --rejoin --seeds 0 $(RETURNS) || status=1; \
+	exit $$status
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
