@@ -15,14 +15,16 @@ PACKAGE = Path(__file__).parents[1] / "lightning_ntp"
 ROOMS_BELOW: dict[str, set[str]] = {
     "plan": set(),
     "launch": {"plan"},
+    "health": {"plan", "launch"},
+    "nvml": {"launch", "health"},
     "parallel": {"plan", "launch"},
     "comm": {"plan", "launch", "parallel"},
     "engine": {"plan", "launch", "parallel", "comm"},
-    "lightning": {"plan", "launch", "parallel", "comm", "engine"},
+    "lightning": {"plan", "launch", "health", "nvml", "parallel", "comm", "engine"},
     # The hook that names the strategies to Lightning, and what stands on top of everything.
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},
-    "commands": {"plan", "launch", "parallel", "lightning"},
+    "commands": {"plan", "launch", "health", "nvml", "parallel", "lightning"},
     "cli": {"_autoload", "lightning", "commands"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},
@@ -32,6 +34,8 @@ LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_ut
 CLOSED_TO: dict[str, set[str]] = {
     "plan": {"torch", "torchmetrics", "numpy", *LIGHTNING},
     "launch": LIGHTNING,
+    "health": {"torch", "torchmetrics", "numpy", "pynvml", *LIGHTNING},
+    "nvml": {"torch", "torchmetrics", "numpy", *LIGHTNING},
     "parallel": LIGHTNING,
     "comm": LIGHTNING,
     "engine": LIGHTNING,

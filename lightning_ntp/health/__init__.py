@@ -1,0 +1,18 @@
+"""The health of a job's devices: what is found, how bad it is, and what becomes of the slot. No torch, no driver."""
+
+from lightning_ntp.health.findings import Action, Finding, HealthSource, WatchedJob
+from lightning_ntp.health.rules import OverrideError, Rule, SeverityTable
+from lightning_ntp.health.verdicts import Limits, Verdict, Verdicts
+
+__all__ = [
+    "Action",
+    "Finding",
+    "HealthSource",
+    "Limits",
+    "OverrideError",
+    "Rule",
+    "SeverityTable",
+    "Verdict",
+    "Verdicts",
+    "WatchedJob",
+]
