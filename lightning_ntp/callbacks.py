@@ -2,5 +2,6 @@
 
 from lightning_ntp.lightning.callbacks.fault_injector import FaultInjector, InjectedFault
 from lightning_ntp.lightning.callbacks.fault_schedule import Fault
+from lightning_ntp.lightning.callbacks.health_monitor import HealthMonitor
 
-__all__ = ["Fault", "FaultInjector", "InjectedFault"]
+__all__ = ["Fault", "FaultInjector", "HealthMonitor", "InjectedFault"]

@@ -3,11 +3,13 @@
 from lightning_ntp.health.findings import Action, Finding, HealthSource, WatchedJob
 from lightning_ntp.health.rules import OverrideError, Rule, SeverityTable
 from lightning_ntp.health.verdicts import Limits, Verdict, Verdicts
+from lightning_ntp.health.watch import HealthWatch
 
 __all__ = [
     "Action",
     "Finding",
     "HealthSource",
+    "HealthWatch",
     "Limits",
     "OverrideError",
     "Rule",

@@ -135,6 +135,20 @@ class Verdicts:
         """The job cannot go on without a slot that was told to leave."""
         self._leaving.pop(slot, None)
 
+    def reconsider(self, slot: int, now: float) -> bool:
+        """Whether a slot that was told to leave, and could not, need not any more. If what was wrong with it comes
+        again, it is told again.
+        """
+        places = self._places(slot)
+        here = [each for (where, _), each in self._conditions.items() if where in places]
+        if any(each.over is None and each.acted >= Action.DRAIN for each in here):
+            return False
+        if now - max(self._bad.get(place, float("-inf")) for place in places) < self._limits.quiet:
+            return False
+        for each in here:
+            each.acted = min(each.acted, Action.LOG)
+        return True
+
     # ---- judging ----------------------------------------------------------------------------------------------
 
     def judge(self, findings: Iterable[Finding], now: float) -> list[Verdict]:
@@ -166,9 +180,8 @@ class Verdicts:
         sent = self._sent.get(slot, 0)
         if sent and slot in self._out:
             needed = min(self._limits.quiet * 2.0 ** min(sent - 1, 32), self._limits.longest_quiet)
-            quiet = now - max(self._bad.get(place, float("-inf")) for place in places)
-            if quiet < needed:
-                return f"its device has shown nothing bad for {max(0.0, quiet):.0f} s; it takes {needed:.0f} s"
+            if now - max(self._bad.get(place, float("-inf")) for place in places) < needed:
+                return f"its device must show nothing bad for {needed:.0f} s first"
         return ""
 
     def standing(self, slot: int) -> list[str]:

@@ -36,9 +36,7 @@ class RunningJob:
 def publish(directory: Path, name: str, ranks: int, pids: Mapping[int, int]) -> None:
     """Say who runs. Called by the supervisor, whenever a rank has started or ended."""
     content = json.dumps({"job": name, "supervisor": os.getpid(), "ranks": ranks, "pids": dict(pids)})
-    new = directory / f"{_FILE}.new"
-    new.write_text(content)
-    new.replace(directory / _FILE)
+    write_whole(directory / _FILE, content)
 
 
 def running_jobs() -> list[RunningJob]:
@@ -68,3 +66,35 @@ def relayout_demand(directory: Path) -> Path:
 def restart_demand(directory: Path, slot: int) -> Path:
     """The file by which somebody demands that a slot is started again. The supervisor takes it away."""
     return directory / f"restart-{slot}"
+
+
+def device_note(directory: Path, slot: int) -> Path:
+    """The file in which a rank says on which device it works, by UUID."""
+    return directory / f"device-{slot}"
+
+
+def unwell_note(directory: Path, slot: int) -> Path:
+    """The file in which the launching process tells a rank that it shall leave, because its device is not healthy."""
+    return directory / f"unwell-{slot}"
+
+
+def stays_note(directory: Path, slot: int) -> Path:
+    """The rank's answer to :func:`unwell_note`, if it cannot leave: why not."""
+    return directory / f"stays-{slot}"
+
+
+def health_log(directory: Path) -> Path:
+    """All verdicts about the health of devices so far: one JSON object per line."""
+    return directory / "health.jsonl"
+
+
+def health_state(directory: Path) -> Path:
+    """The health of all slots at this moment, as one JSON object."""
+    return directory / "health.json"
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file that others read at any time: they find all of it, or what was there before."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(content, encoding="utf-8")
+    new.replace(path)

@@ -21,6 +21,7 @@ from lightning_ntp.launch.call import Call, read_result, save_call
 from lightning_ntp.launch.channel import Message
 from lightning_ntp.launch.console import say
 from lightning_ntp.launch.deaths import LOOK_SECONDS, Deaths
+from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.launch.ending import Ending
 from lightning_ntp.launch.environment import RankIdentity
 from lightning_ntp.launch.heartbeat import Heartbeat
@@ -64,6 +65,7 @@ class Supervisor:
             that says why not, forbids it, and it is asked again after the backoff. A demand of a person's is not asked
             for (``lightning-ntp restart``).
         spares: so many more processes start as newcomers, in slots of their own, and wait for a place.
+        watch: watches the devices: says whose rank is to end, and whose may start again.
 
     Raises:
         ValueError, TypeError: an argument is out of range.
@@ -86,6 +88,7 @@ class Supervisor:
         restart_backoff: timedelta = timedelta(seconds=1),
         may_restart: MayRestart | None = None,
         spares: int = 0,
+        watch: DeviceWatch | None = None,
     ) -> None:
         if not isinstance(spares, int) or isinstance(spares, bool) or spares < 0:
             raise ValueError(f"spares={spares!r}: give how many processes wait for a loss, 0 for none.")
@@ -124,7 +127,8 @@ class Supervisor:
         self._died: list[Failure] = []
         self._heartbeat_limit = heartbeat
         self._heartbeat: Heartbeat | None = None
-        self._restarts = Restarts(max_restarts, restart_backoff, may_restart)
+        self._device_watch = watch
+        self._restarts = Restarts(max_restarts, restart_backoff, _all_allow(watch, may_restart))
         self._newcomers = Newcomers(Path())
         self._former_codes: dict[int, int] = {}
         """How the last member ended, of the slots in which a newcomer runs."""
@@ -141,17 +145,24 @@ class Supervisor:
             RuntimeError: there is no script to re-run, or a Hydra multirun would have to be.
             TypeError: the call cannot be pickled.
         """
+        watch = self._device_watch
+        if watch is not None:
+            watch.check(self.ranks)
         job_dir = Path(tempfile.mkdtemp(prefix=f"{jobs.PREFIX}{self.job}-"))
         try:
             with self._relay:
                 server = self._start_server(job_dir)
                 try:
+                    if watch is not None:  # after the server: it may be forked, and threads do not survive that
+                        watch.begin(job_dir)
                     self._start_ranks(server, job_dir)
                     self._watch(server, job_dir)
                 finally:
                     server.end()
             return self._outcome(job_dir)
         finally:
+            if watch is not None:
+                watch.close()
             if self._heartbeat is not None:
                 self._heartbeat.close()
             self._deaths.close()
@@ -228,6 +239,9 @@ class Supervisor:
             self._look_for_joined()
             if recovers and not self._told_to_end:
                 self._deaths.look()
+                if self._device_watch is not None:
+                    for slot, why in self._device_watch.condemned().items():
+                        self._deaths.kill(slot, why)
             for message in server.channel.receive() if ready else []:
                 self._hear(message, job_dir)
             if server.channel.closed:
@@ -266,12 +280,16 @@ class Supervisor:
             jobs.restart_demand(job_dir, message["slot"]).unlink(missing_ok=True)
             self._publish(job_dir)
             self._deaths.started(message["slot"], message["pid"])
+            if self._device_watch is not None:
+                self._device_watch.started(message["slot"])
         elif message["did"] == "signalled":
             self._relay.reached_ranks(message["signum"])
         elif message["did"] == "ended":
             slot, code = message["slot"], message["code"]
             self._look_for_joined()
             self._look_for_report(slot, job_dir)
+            if self._device_watch is not None:
+                self._device_watch.ended(slot)
             if slot in self._newcomers:
                 self._newcomer_ended(slot, code, now)
             else:
@@ -296,12 +314,15 @@ class Supervisor:
                 self._failures.append(failure)
         elif self._deaths.left_early(slot):
             self._left.add(slot)
-            comes_back = self._deaths.was_released(slot)
+            comes_back = self._deaths.was_released(slot) or self._was_sent_away(slot)
         else:
             self._finished = True
         self._ending.ended(slot, code, now)
         if comes_back and self._goes_on:
             self._restarts.gone(slot, now)
+
+    def _was_sent_away(self, slot: int) -> bool:
+        return self._device_watch is not None and self._device_watch.sent_away(slot)
 
     def _newcomer_ended(self, slot: int, code: int, now: float) -> None:
         """Nobody needs it: the job is as if it had never been started."""
@@ -342,6 +363,8 @@ class Supervisor:
             jobs.restart_demand(job_dir, slot).unlink(missing_ok=True)
             if self._goes_on:
                 self._restarts.demanded(slot)
+                if self._device_watch is not None:
+                    self._device_watch.pardon(slot)
                 say(f"slot {slot} is started again, on demand")
                 self._start_newcomer(server, job_dir, slot)
             else:
@@ -449,6 +472,13 @@ def _short_collections() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _all_allow(watch: DeviceWatch | None, may_restart: MayRestart | None) -> MayRestart | None:
+    """Asks the watch first, then the user."""
+    if watch is None:
+        return may_restart
+    return lambda slot: watch.unfit(slot) or (may_restart(slot) if may_restart is not None else True)
 
 
 def _refuse_fork_after_cuda() -> None:

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from lightning_ntp.launch import Outcome, Supervisor, is_rank
 from lightning_ntp.launch.call import Call
+from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.launch.report import install_excepthook, report
 from lightning_ntp.launch.run import result_of
 from lightning_ntp.launch.supervisor import StartMethod
@@ -164,12 +165,24 @@ class NTPLauncher(_Launcher):
     def _supervise(self, call: Call | None, trainer: pl.Trainer | None) -> Outcome:
         try:
             ranks = self._strategy.num_processes - int(self._options.get("spares", 0))
-            self._supervisor = Supervisor(ranks, self._start_method, call, **self._options)
+            watch = _device_watch(trainer)
+            self._supervisor = Supervisor(ranks, self._start_method, call, **self._options, watch=watch)
             return self._supervisor.run()
         finally:
             self._supervisor = None
             if trainer is not None and call is None:
                 _neutralise(trainer)
+
+
+def _device_watch(trainer: pl.Trainer | None) -> DeviceWatch | None:
+    """What a callback wants watched from here."""
+    callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    found = [callback for callback in callbacks if hasattr(callback, "device_watch")]
+    if len(found) > 1:
+        names = ", ".join(type(callback).__name__ for callback in found)
+        raise ValueError(f"{names}: one callback may watch the devices; give one HealthMonitor all of it")
+    watch: DeviceWatch | None = found[0].device_watch() if found else None
+    return watch
 
 
 class _WorkerOutput(NamedTuple):

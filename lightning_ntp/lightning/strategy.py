@@ -996,6 +996,16 @@ class NTPStrategy(ParallelStrategy):
 
         return self._collectives.together("something to repeat", act, undo)
 
+    def record_event(self, event: str, **details: Any) -> None:
+        """Append an event to the run's ``events.jsonl``; any rank may call it, the one that is rank 0 writes.
+
+        Args:
+            event: Its kind.
+            details: More fields, see ``docs/events.md``; ``slot`` says whom it is about.
+        """
+        if self._survival is not None:
+            self._survival.record(event, **{"step": self._survival.committed, **details})
+
     def whole_loss(self, loss: Tensor) -> Tensor:
         """The loss of the global batch, from this replica's loss of the last step. Call it on all ranks."""
         share = self._batches.loss_share()

@@ -211,7 +211,7 @@ class Survival:
         self.engine.committed = steps
         if self._replaying_since is not None:
             seconds, self._replaying_since = time.monotonic() - self._replaying_since, None
-            self._write("replay", step=steps - 1, seconds=seconds)
+            self.record("replay", step=steps - 1, seconds=seconds)
 
     @property
     def ready(self) -> bool:
@@ -264,7 +264,7 @@ class Survival:
         first, began = self.engine.committed, time.monotonic()
         self.transaction.catch_up(steps, self.evaluation.running if self.evaluation is not None else None)
         seconds = time.monotonic() - began
-        self._write("caught_up", step=steps, steps=steps - first, seconds=seconds)
+        self.record("caught_up", step=steps, steps=steps - first, seconds=seconds)
         if self._trainer.is_global_zero:
             log.warning(
                 "step%s done again in %.1f s; the job goes on where it was",
@@ -291,7 +291,8 @@ class Survival:
             "standby": self._runtime.membership.roster.standby,
         }
 
-    def _write(self, event: str, **details: Any) -> None:
+    def record(self, event: str, **details: Any) -> None:
+        """Append an event to the run's file, if this rank is the one that writes."""
         if self._events is not None:
             self._events.write(event, **details)
 

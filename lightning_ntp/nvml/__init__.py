@@ -1,0 +1,1 @@
+"""NVIDIA's driver, asked in a process of its own."""
