@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,7 +122,8 @@ static void fill_gpu(struct gpu *target, int number)
     snprintf(target->name, TEXT_SIZE, "NVIDIA H100 80GB HBM3");
     snprintf(target->serial, TEXT_SIZE, "%013d", number);
     for (int mig = 0; mig < MAX_MIG; mig++)
-        snprintf(target->mig_uuid[mig], TEXT_SIZE, "MIG-00000000-0000-0000-%04x-%012x", (unsigned)number, (unsigned)mig);
+        snprintf(target->mig_uuid[mig], TEXT_SIZE, "MIG-00000000-0000-0000-%04x-%012x", (unsigned)number,
+                 (unsigned)mig);
     target->minor_number = number;
     target->pci_bus = 0x10 + number;
     target->topology[number] = 0;
@@ -248,6 +250,13 @@ EXPORT void nvmlMockForget(void)
     pthread_mutex_lock(&process.guard);
     detach(process.references);
     pthread_mutex_unlock(&process.guard);
+}
+
+/* The worst moment to be killed in: this process dies inside of a call. */
+EXPORT void nvmlMockDieInside(void)
+{
+    if (mock_begin() == NVML_SUCCESS)
+        raise(SIGKILL);
 }
 
 nvmlReturn_t mock_begin(void)
