@@ -448,6 +448,25 @@ def test_a_field_of_links_takes_one_link_or_all(nvml: MockNvml) -> None:
     assert [field_of(device(), name, scope).value.ullVal for scope in (4, 5)] == [99, 1]
 
 
+def test_a_mock_has_as_many_gpus_and_mig_devices_as_one_asks_for(nvml_library: Path, tmp_path: Path) -> None:
+    mock = MockNvml(nvml_library, tmp_path / "state", gpus=3, mig=2)
+    assert (mock.gpus, mock.get("mig_mode", gpu=1), mock.get("mig_count", gpu=2)) == (3, 1, 2)
+    other = MockNvml.attach(nvml_library, tmp_path / "state")
+    other.set(gpu=1, temperature=77)
+    assert (other.gpus, mock.get("temperature", gpu=1)) == (3, 77)
+    with pytest.raises(OSError, match="0 to 16 GPUs"):
+        MockNvml(nvml_library, tmp_path / "other", gpus=17)
+    other.close()
+    assert mock.path.exists()
+    mock.close()
+    assert not mock.path.exists()
+
+
+@pytest.mark.parametrize("nvml", [2], indirect=True)
+def test_the_fixture_takes_a_number_of_gpus(nvml: MockNvml) -> None:
+    assert pynvml.nvmlDeviceGetCount() == 2
+
+
 def test_values_by_name_are_checked(nvml: MockNvml) -> None:
     with pytest.raises(ValueError, match="no value 'temprature'"):
         nvml.set(gpu=2, temprature=85)
@@ -457,6 +476,9 @@ def test_values_by_name_are_checked(nvml: MockNvml) -> None:
         nvml.fail("nvmlDeviceGetEverything", 3)
     with pytest.raises(ValueError, match=r"nvlink_state\[99\]"):
         nvml.set(gpu=2, nvlink_state={99: 0})
+    for call in (lambda: nvml.set(gpu=8, lost=1), lambda: nvml.push_xid(9, 79), lambda: nvml.speed(-1)):
+        with pytest.raises(ValueError, match="there is no GPU"):
+            call()
     nvml.set(temperature=55)
     assert [nvml.get("temperature", gpu) for gpu in range(8)] == [55] * 8
     nvml.reset()

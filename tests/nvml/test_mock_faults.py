@@ -274,6 +274,15 @@ def test_every_set_gets_a_copy_and_a_freed_one_gets_nothing(ready: MockNvml) -> 
     assert code_of(pynvml.nvmlEventSetFree, sets[2]) == pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
+def test_types_that_are_registered_later_are_heard_from_then_on(ready: MockNvml) -> None:
+    events = events_for(XID, 2)
+    ready.push_event(2, pynvml.nvmlEventTypeClock, 1)
+    pynvml.nvmlDeviceRegisterEvents(device(2), pynvml.nvmlEventTypeClock, events)
+    ready.push_event(2, pynvml.nvmlEventTypeClock, 2)
+    ready.push_xid(2, 3)
+    assert [pynvml.nvmlEventSetWait_v2(events, 0).eventData for _ in range(2)] == [2, 3]
+
+
 def test_many_events_keep_the_newest(ready: MockNvml) -> None:
     events = events_for(XID, 2)
     for number in range(1500):

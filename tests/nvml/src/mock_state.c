@@ -141,6 +141,7 @@ static void fill_gpu(struct gpu *target, int number)
 }
 
 EXPORT int nvmlMockMaxGpus(void) { return MAX_GPUS; }
+EXPORT int nvmlMockGpuCount(const struct state *state) { return state->gpu_count; }
 
 /* 0, or an errno. The file must not exist yet; it is complete once it is there under its name. */
 EXPORT int nvmlMockCreate(const char *path, int gpu_count)
