@@ -223,16 +223,17 @@ nvmlReturn_t mock_attach(void)
 
 static void detach(unsigned references)
 {
+    struct state *state = process.state;
     process.references -= references;
-    if (!process.references && process.state) {
-        mock_lock(process.state);
-        events_forget_all();
-        mock_wake(process.state);
-        mock_unlock(process.state);
-        if (!process.inside) /* else somebody is blocked in a call: better a mapping too many than one too few */
-            munmap(process.state, sizeof *process.state);
-        process.state = NULL;
-    }
+    if (process.references || !state)
+        return;
+    process.state = NULL; /* before anybody is woken: who waits looks at this */
+    mock_lock(state);
+    events_forget_all();
+    mock_wake(state);
+    mock_unlock(state);
+    if (!process.inside) /* else somebody is blocked in a call: better a mapping too many than one too few */
+        munmap(state, sizeof *state);
 }
 
 nvmlReturn_t mock_detach(void)
