@@ -115,23 +115,46 @@ class MockNvml:
     """
 
     def __init__(self, library: Path, state: Path, gpus: int = 8, mig: int = 0) -> None:
-        self.library, self.path, self.gpus = library, state, gpus
-        self._library = _load(library)
-        code = self._library.nvmlMockCreate(os.fsencode(state), gpus)
+        loaded = _load(library)
+        code = loaded.nvmlMockCreate(os.fsencode(state), gpus)
         if code:
-            raise OSError(code, f"{os.strerror(code)} (0 to {self._library.nvmlMockMaxGpus()} GPUs)", str(state))
-        self._state = self._library.nvmlMockOpen(os.fsencode(state))
-        self._values, self._calls = _values(self._library), _calls(self._library)
+            raise OSError(code, f"{os.strerror(code)} (0 to {loaded.nvmlMockMaxGpus()} GPUs)", str(state))
+        self._open(library, loaded, state)
+        self._owner = True
         if mig:
             self.enable_mig(count=mig)
 
+    @classmethod
+    def attach(cls, library: Path | None = None, state: Path | None = None) -> MockNvml:
+        """The GPUs that another process has made: by default those of this process' environment.
+
+        A process that was started with other variables needs ``attach(mock.library, mock.path)``, then
+        ``os.environ.update(mock.variables())`` before its first nvmlInit.
+        """
+        found = cls.__new__(cls)
+        if library is None:
+            directories = os.environ["LD_LIBRARY_PATH"].split(os.pathsep)
+            library = next(path for path in (Path(one) / LIBRARY_NAME for one in directories) if path.exists())
+        found._open(library, _load(library), state or Path(os.environ[STATE_VARIABLE]))
+        return found
+
+    def _open(self, library: Path, loaded: ctypes.CDLL, state: Path) -> None:
+        self.library, self.path, self._library = library, state, loaded
+        self._state = loaded.nvmlMockOpen(os.fsencode(state))
+        if not self._state:
+            raise FileNotFoundError(f"{state} holds no GPUs of this version of the mock")
+        self._owner = False
+        self.gpus: int = loaded.nvmlMockGpuCount(self._state)
+        self._values, self._calls = _values(loaded), _calls(loaded)
+
     def close(self) -> None:
-        """Let everybody go on who is blocked, and give up the file. Processes that have it keep it."""
-        if self._state:
+        """Who has made the GPUs removes their file and all rules; whoever has initialised NVML keeps the GPUs."""
+        if self._state and self._owner:
             self._library.nvmlMockRemove(self._state, 0)
+            self.path.unlink(missing_ok=True)
+        if self._state:
             self._library.nvmlMockClose(self._state)
             self._state = None
-            self.path.unlink(missing_ok=True)
 
     # Who sees it
 
@@ -185,12 +208,10 @@ class MockNvml:
         if value.of_gpu and gpu is None:
             raise ValueError(f"{name} is a value of a GPU; say which: get({name!r}, gpu=0)")
         integer, real, text = c_int64(), c_double(), ctypes.create_string_buffer(_TEXT_SIZE)
+        number = 0 if gpu is None else self._checked(gpu)
         found: list[Any] = []
         for place in range(value.count):
-            code = self._library.nvmlMockGet(
-                self._state, value.number, gpu or 0, place, byref(integer), byref(real), text
-            )
-            assert code == 0, f"there is no GPU {gpu}"
+            self._library.nvmlMockGet(self._state, value.number, number, place, byref(integer), byref(real), text)
             found.append((integer.value, real.value, text.value.decode())[value.kind])
         return found if value.count > 1 else found[0]
 
@@ -271,7 +292,7 @@ class MockNvml:
             code = self._library.nvmlMockSetField(
                 self._state, number, field, _ANY if scope is None else scope, kind, error, int(value), value
             )
-            assert code == 0, f"GPU {number}: no such GPU, or too many fields were set"
+            assert code == 0, f"too many fields of GPU {number} were set"
 
     # Events
 
@@ -282,7 +303,7 @@ class MockNvml:
         nowhere = gpu_instance is None
         self._library.nvmlMockPushEvent(
             self._state,
-            gpu,
+            self._checked(gpu),
             event_type,
             data,
             0xFFFFFFFF if nowhere else gpu_instance,
@@ -338,7 +359,7 @@ class MockNvml:
         serial = self._library.nvmlMockBlock(
             self._state,
             self._mask(self._set_of(call)),
-            _ANY if gpu is None else gpu,
+            _ANY if gpu is None else self._checked(gpu),
             -1.0 if seconds is None else seconds,
             skip,
             _ANY if times is None else times,
@@ -352,7 +373,7 @@ class MockNvml:
 
     def calls(self, name: str, gpu: int | None = None) -> int:
         """How often a function was called, by all processes."""
-        column = _ANY if gpu is None else gpu
+        column = _ANY if gpu is None else self._checked(gpu)
         return sum(self._library.nvmlMockCount(self._state, call, column) for call in self._family(name))
 
     def history(self) -> list[Setting]:
@@ -386,7 +407,7 @@ class MockNvml:
 
     def speed(self, gpu: int) -> float:
         """How fast a GPU computes: its clock, divided by its highest."""
-        return float(self._library.nvmlMockSpeed(self._state, gpu))
+        return float(self._library.nvmlMockSpeed(self._state, self._checked(gpu)))
 
     # How it is done
 
@@ -395,8 +416,13 @@ class MockNvml:
             raise ValueError(f"there is no value {name!r}; there are {', '.join(sorted(self._values))}")
         return self._values[name]
 
+    def _checked(self, gpu: int) -> int:
+        if not 0 <= gpu < self.gpus:
+            raise ValueError(f"there is no GPU {gpu}, only {self.gpus} from 0 on")
+        return gpu
+
     def _numbers(self, gpu: int | None) -> Iterable[int]:
-        return range(self.gpus) if gpu is None else (gpu,)
+        return range(self.gpus) if gpu is None else (self._checked(gpu),)
 
     def _set_one(self, name: str, value: Value, gpu: int, place: int, given: Any) -> None:
         where = (self._state, value.number, gpu, place)
@@ -407,7 +433,7 @@ class MockNvml:
         else:
             code = self._library.nvmlMockSetInteger(*where, int(given))
         if code:
-            raise ValueError(f"{name}[{place}] of GPU {gpu} cannot be {given!r}: no such GPU or place, or a long text")
+            raise ValueError(f"{name}[{place}] cannot be {given!r}: there are {value.count} places, texts are short")
 
     def _family(self, name: str) -> list[int]:
         base = {"nvmlInit": r"nvmlInit(WithFlags|_v\d+)?"}.get(name, re.escape(name) + r"(_v\d+)?")
@@ -416,8 +442,9 @@ class MockNvml:
             raise ValueError(f"the mock has no function {name!r}")
         return found
 
-    def _set_of(self, names: str | Iterable[str]) -> set[int]:
-        return {number for name in ([names] if isinstance(names, str) else names) for number in self._family(name)}
+    def _set_of(self, names: str | Iterable[str]) -> frozenset[int]:
+        chosen = [names] if isinstance(names, str) else names
+        return frozenset(number for name in chosen for number in self._family(name))
 
     def _mask(self, calls: Iterable[int]) -> Any:
         words = (c_uint64 * (len(self._calls) // 64 + 1))()
@@ -429,7 +456,7 @@ class MockNvml:
         serial = self._library.nvmlMockFail(
             self._state,
             self._mask(calls),
-            _ANY if gpu is None else gpu,
+            _ANY if gpu is None else self._checked(gpu),
             code,
             skip,
             _ANY if times is None else times,
@@ -460,6 +487,7 @@ def _load(path: Path) -> ctypes.CDLL:
     pointer, text = c_void_p, c_char_p
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "MaxGpus": (c_int, []),
+        "GpuCount": (c_int, [pointer]),
         "Create": (c_int, [text, c_int]),
         "Open": (pointer, [text]),
         "Close": (None, [pointer]),

@@ -1,16 +1,14 @@
 /* Event sets. A set belongs to its process; what happens lies in the shared state and is read by each set for itself. */
 #include "mock.h"
 
-#include <string.h>
-
-enum { MAX_SETS = 64 };
+enum { MAX_SETS = 64, EVENT_TYPES = 16 };
 
 struct nvmlEventSet_st {
     bool used;
     uint64_t serial; /* tells a set from a later one in the same place */
     uint64_t next;   /* the first event that was not looked at */
     uint64_t types[MAX_GPUS];
-    uint64_t since[MAX_GPUS]; /* events before this one have happened before the registration */
+    uint64_t since[MAX_GPUS][EVENT_TYPES]; /* events before this one have happened before the registration */
 };
 typedef struct nvmlEventSet_st *nvmlEventSet_t;
 
@@ -71,9 +69,10 @@ EXPORT nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long 
 {
     DEVICE_CALL(nvmlDeviceRegisterEvents, device, SURVIVES_RESET_REQUIRED | REFUSES_WITH_INVALID_ARGUMENT);
     REQUIRE(is_set(set), NVML_ERROR_INVALID_ARGUMENT);
-    REQUIRE(!(types & ~(unsigned long long)gpu->supported_events), NVML_ERROR_NOT_SUPPORTED);
-    if (!set->types[device->gpu])
-        set->since[device->gpu] = mock->event_count;
+    REQUIRE(!(types & ~(unsigned long long)gpu->supported_events) && !(types >> EVENT_TYPES), NVML_ERROR_NOT_SUPPORTED);
+    for (int bit = 0; bit < EVENT_TYPES; bit++)
+        if ((types & ~set->types[device->gpu]) >> bit & 1)
+            set->since[device->gpu][bit] = mock->event_count;
     set->types[device->gpu] |= types;
     return mock_leave(NVML_SUCCESS);
 }
@@ -86,7 +85,8 @@ static const struct event *next_event(struct nvmlEventSet_st *set)
     while (set->next < mock->event_count) {
         const uint64_t number = set->next++;
         const struct event *event = &mock->events[number % MAX_EVENTS];
-        if ((set->types[event->gpu] & event->type) && number >= set->since[event->gpu])
+        const uint64_t wanted = set->types[event->gpu] & event->type;
+        if (wanted && number >= set->since[event->gpu][__builtin_ctzll(wanted)])
             return event;
     }
     return NULL;

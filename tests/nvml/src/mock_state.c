@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <math.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -121,7 +122,8 @@ static void fill_gpu(struct gpu *target, int number)
     snprintf(target->name, TEXT_SIZE, "NVIDIA H100 80GB HBM3");
     snprintf(target->serial, TEXT_SIZE, "%013d", number);
     for (int mig = 0; mig < MAX_MIG; mig++)
-        snprintf(target->mig_uuid[mig], TEXT_SIZE, "MIG-00000000-0000-0000-%04x-%012x", (unsigned)number, (unsigned)mig);
+        snprintf(target->mig_uuid[mig], TEXT_SIZE, "MIG-00000000-0000-0000-%04x-%012x", (unsigned)number,
+                 (unsigned)mig);
     target->minor_number = number;
     target->pci_bus = 0x10 + number;
     target->topology[number] = 0;
@@ -139,6 +141,7 @@ static void fill_gpu(struct gpu *target, int number)
 }
 
 EXPORT int nvmlMockMaxGpus(void) { return MAX_GPUS; }
+EXPORT int nvmlMockGpuCount(const struct state *state) { return state->gpu_count; }
 
 /* 0, or an errno. The file must not exist yet; it is complete once it is there under its name. */
 EXPORT int nvmlMockCreate(const char *path, int gpu_count)
@@ -220,16 +223,17 @@ nvmlReturn_t mock_attach(void)
 
 static void detach(unsigned references)
 {
+    struct state *state = process.state;
     process.references -= references;
-    if (!process.references && process.state) {
-        mock_lock(process.state);
-        events_forget_all();
-        mock_wake(process.state);
-        mock_unlock(process.state);
-        if (!process.inside) /* else somebody is blocked in a call: better a mapping too many than one too few */
-            munmap(process.state, sizeof *process.state);
-        process.state = NULL;
-    }
+    if (process.references || !state)
+        return;
+    process.state = NULL; /* before anybody is woken: who waits looks at this */
+    mock_lock(state);
+    events_forget_all();
+    mock_wake(state);
+    mock_unlock(state);
+    if (!process.inside) /* else somebody is blocked in a call: better a mapping too many than one too few */
+        munmap(state, sizeof *state);
 }
 
 nvmlReturn_t mock_detach(void)
@@ -248,6 +252,13 @@ EXPORT void nvmlMockForget(void)
     pthread_mutex_lock(&process.guard);
     detach(process.references);
     pthread_mutex_unlock(&process.guard);
+}
+
+/* The worst moment to be killed in: this process dies inside of a call. */
+EXPORT void nvmlMockDieInside(void)
+{
+    if (mock_begin() == NVML_SUCCESS)
+        raise(SIGKILL);
 }
 
 nvmlReturn_t mock_begin(void)
