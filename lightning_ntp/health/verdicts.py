@@ -181,7 +181,7 @@ class Verdicts:
         if sent and slot in self._out:
             needed = min(self._limits.quiet * 2.0 ** min(sent - 1, 32), self._limits.longest_quiet)
             if now - max(self._bad.get(place, float("-inf")) for place in places) < needed:
-                return f"its device must show nothing bad for {needed:.0f} s first"
+                return f"its device must show nothing bad for {needed:g} s first"
         return ""
 
     def standing(self, slot: int) -> list[str]:

@@ -1,1 +1,3 @@
 """NVIDIA's driver, asked in a process of its own."""
+
+NvmlSource = None

@@ -78,7 +78,7 @@ class SupervisingProcess:
             directory: For the job's output and results.
             heartbeat: The supervisor's, in seconds.
             timeout: Seconds; then the stacks of all ranks are taken and the job is killed.
-            options: More of the supervisor's.
+            options: More of the supervisor's; ``monitor``: a callback that has devices watched.
         """
         directory.mkdir(parents=True, exist_ok=True)
         sock, began = self.start(), time.monotonic()
@@ -219,6 +219,9 @@ def _supervise(
     os.close(output)
     try:
         limit = None if heartbeat is None else timedelta(seconds=heartbeat)
+        monitor = options.pop("monitor", None)
+        if monitor is not None:  # what it makes has threads
+            options["watch"] = monitor.device_watch()
         supervisor = Supervisor(
             ranks, "fork", Call(_rank, (function, arguments, directory)), heartbeat=limit, **options
         )
