@@ -29,8 +29,8 @@ _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
     "epilog": "Besides these, `lightning-ntp plan` prints what the loss of a rank would cost, and starts nothing;"
     " `lightning-ntp status` shows a running job, `lightning-ntp drain SLOT` lets a rank of it leave, `lightning-ntp"
-    " restart SLOT` starts one that is gone again, `lightning-ntp relayout` lets slots go back to their places. Each has"
-    " a --help of its own.",
+    " restart SLOT` starts one that is gone again, `lightning-ntp relayout` lets slots go back to their places. Each"
+    " has a --help of its own.",
 }
 
 

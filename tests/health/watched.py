@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,23 @@ def wait_for(actions: Iterable[str]) -> None:
         time.sleep(0.005)
 
 
+def note_status(path: Path) -> None:
+    """What `lightning-ntp status` says of this rank's job."""
+    from lightning_ntp.commands import status
+
+    directory = RankIdentity.from_environ().job_dir
+    (job,) = [each for each in jobs.running_jobs() if each.directory == directory]
+    path.write_text("\n".join(status.describe(status.look(job, 3))))
+
+
 class Watched(Automatic):
     """A module whose devices sicken as ``strikes.json`` in the job's directory says; in others it is undisturbed."""
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
-        from functools import partial
-
         from lightning_ntp.callbacks import HealthMonitor
 
-        calls: dict[str, Callable[..., Any]] = {"tell": partial(tell, Path(directory, "told"))}
+        calls: dict[str, Callable[..., Any]] = {
+            "tell": partial(tell, Path(directory, "told")),
+            "status": partial(note_status, Path(directory, "status.txt")),
+        }
         return [Strikes(Path(directory, "strikes.json"), calls), HealthMonitor(nvml=False, gpus=GPUS[:4])]

@@ -68,11 +68,22 @@ def test_a_device_that_falls_off_the_bus_ends_its_rank_at_once(
 def test_a_sick_device_leaves_without_losing_a_step(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path
 ) -> None:
-    strikes = [strike(2, 1, "row_remap_failure", "a row could not be remapped"), until(3, "drain")]
+    strikes = [
+        *(strike(1, 0, "nvlink_down", "link 4"), until(2, "suspect")),
+        *(strike(2, 1, "row_remap_failure", "a row could not be remapped"), until(3, "drain")),
+        {"step": 6, "slot": 3, "call": "status", "arguments": {}},
+    ]
     got, events = watched(supervising, world, tmp_path, strikes, degrees=(1, 2), there={0, 2, 3}, **STAY)
     assert "slot 1 left (row remap failure: a row could not be remapped)" in got.output
     assert "no step was done again" in got.output
-    assert [(event["slot"], event["action"]) for event in events] == [(1, "drain")]
+    assert [(event["slot"], event["action"]) for event in events] == [(0, "suspect"), (1, "drain")]
+    shown = (got.directory / "status.txt").read_text()
+    print(shown)
+    assert "degrees (1, 2)" in shown and "slot 0: nvlink down: link 4" in shown
+    rows = {line.split()[0]: line.split() for line in shown.splitlines()[3:7]}
+    assert rows["0"][1:3] == ["0", "0"] and rows["0"][4] == "suspect" and rows["2"][1:3] == ["1", "0"]
+    assert rows["1"][1:] == ["-", "-", "-", "drain", "gone"] and rows["3"][4] == "ok"
+    assert "step 4 change slot" in shown and "lost [1], degrees_before [2, 2], degrees_after [1, 2]" in shown
 
 
 def test_a_mistake_of_the_program_shrinks_nothing(
