@@ -242,7 +242,8 @@ class Verdicts:
             condition.untold += 1
         if rule.application:
             self._mistakes.setdefault(finding.key, _Mistake()).shown.append((where, now))
-        return self._tell_again(where, condition, now)
+        # at once: it may be over again before all that was found is taken in
+        return [*self._tell_again(where, condition, now), *self._decide(where, condition, now)]
 
     def _tell_again(self, where: str, condition: _Condition, now: float) -> list[Verdict]:
         """About something that was told before: a line now and then."""
