@@ -27,9 +27,9 @@ _COMMANDS = ("doctor", "plan", "status", "drain", "restart", "relayout")
 
 _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
-    "epilog": "Besides these, each with a --help of its own: `lightning-ntp doctor` says whether training would survive a"
-    " loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status` shows it, `drain"
-    " SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their places.",
+    "epilog": "Besides these, each with a --help of its own: `lightning-ntp doctor` says whether training would survive"
+    " a loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status` shows it,"
+    " `drain SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their places.",
 }
 
 
