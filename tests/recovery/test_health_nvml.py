@@ -112,7 +112,7 @@ def test_no_margin_to_the_slow_down_temperature(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
 ) -> None:
     rules = {"signals": {"temperature_margin": {"hold": 0.3}}}
-    strikes = [befalls(2, 3, "set", margin=0), until(4, "drain")]
+    strikes = [befalls(2, 3, "set", margin_temperature=0), until(4, "drain")]
     got, events = run(supervising, world, tmp_path, nvml, strikes, {"rules": rules}, degrees=(2, 1), there={0, 1, 2})
     assert actions(events) == [(3, "drain")] and "slot 3 left (temperature margin: " in got.output
 
@@ -121,7 +121,7 @@ def test_no_margin_to_the_slow_down_temperature(
 def test_no_margin_for_a_whole_minute(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
 ) -> None:
-    strikes = [befalls(2, 3, "set", margin=0), {**until(4, "drain"), "patience": 90.0}]
+    strikes = [befalls(2, 3, "set", margin_temperature=0), {**until(4, "drain"), "patience": 90.0}]
     got, events = run(supervising, world, tmp_path, nvml, strikes, degrees=(2, 1), there={0, 1, 2})
     assert actions(events) == [(3, "drain")] and "for 60 s" in got.output
 
