@@ -10,19 +10,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_ntp.launch.events_file import FILE_NAME, read_events
 from lightning_ntp.plan.policy import name_slots, show_degrees
 
 if TYPE_CHECKING:
     from lightning_ntp.engine.recovery import Change
 
+__all__ = ["FILE_NAME", "PHASES", "EventLog", "describe", "read_events"]
+
 log = logging.getLogger("lightning_ntp")
 
-FILE_NAME = "events.jsonl"
 PHASES = {
     "detect": "detection",
     "agree": "agreement",
@@ -134,18 +136,6 @@ class EventLog:
                 line = line[os.write(file, line) :]
         finally:
             os.close(file)
-
-
-def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a file in order; lines that were cut off are left out."""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                event = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(event, dict):
-                yield event
 
 
 def _in_order(seconds: Mapping[str, float]) -> dict[str, float]:

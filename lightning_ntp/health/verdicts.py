@@ -181,7 +181,7 @@ class Verdicts:
         if sent and slot in self._out:
             needed = min(self._limits.quiet * 2.0 ** min(sent - 1, 32), self._limits.longest_quiet)
             if now - max(self._bad.get(place, float("-inf")) for place in places) < needed:
-                return f"its device must show nothing bad for {needed:.0f} s first"
+                return f"its device must show nothing bad for {needed:g} s first"
         return ""
 
     def standing(self, slot: int) -> list[str]:
@@ -242,7 +242,8 @@ class Verdicts:
             condition.untold += 1
         if rule.application:
             self._mistakes.setdefault(finding.key, _Mistake()).shown.append((where, now))
-        return self._tell_again(where, condition, now)
+        # at once: it may be over again before all that was found is taken in
+        return [*self._tell_again(where, condition, now), *self._decide(where, condition, now)]
 
     def _tell_again(self, where: str, condition: _Condition, now: float) -> list[Verdict]:
         """About something that was told before: a line now and then."""

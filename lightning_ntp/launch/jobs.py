@@ -83,6 +83,11 @@ def stays_note(directory: Path, slot: int) -> Path:
     return directory / f"stays-{slot}"
 
 
+def layout_note(directory: Path) -> Path:
+    """The file in which rank 0 says who works where, as one JSON object: ``replicas``, the slots of each by index."""
+    return directory / "layout.json"
+
+
 def health_log(directory: Path) -> Path:
     """All verdicts about the health of devices so far: one JSON object per line."""
     return directory / "health.jsonl"

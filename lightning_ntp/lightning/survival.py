@@ -6,6 +6,8 @@ what the Trainer's world must learn of a change: rank zero, loggers, events, hoo
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import sys
@@ -23,7 +25,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_ntp import engine
 from lightning_ntp.comm import Interrupted, JobLost, Runtime, runtime
 from lightning_ntp.comm.membership import RAISED
-from lightning_ntp.launch import progress
+from lightning_ntp.launch import RankIdentity, is_rank, jobs, progress
 from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
 from lightning_ntp.lightning.evaluation import Evaluation
@@ -124,6 +126,7 @@ class Survival:
         directory = Path(trainer.log_dir or trainer.default_root_dir)
         self._events = engine.EventLog(directory / engine.FILE_NAME, self._runtime.slot, lambda: trainer.is_global_zero)
         progress.note_run_directory(directory)
+        self._publish()
         remember_rows(trainer)
         self.rows.install(trainer.loggers)
         self.evaluation, self.transaction = evaluation, transaction
@@ -322,12 +325,23 @@ class Survival:
         self._trainer.save_checkpoint(path, weights_only=False)
         return path
 
+    def _publish(self) -> None:
+        """Let `lightning-ntp status` know who works where."""
+        directory = RankIdentity.from_environ().job_dir if is_rank() else None
+        generation = self._runtime.generation
+        if directory is None or generation.rank or self._runtime.joining:
+            return
+        with contextlib.suppress(OSError):
+            replicas = [dict(replica) for replica in generation.topology.replicas]
+            jobs.write_whole(jobs.layout_note(directory), json.dumps({"replicas": replicas}))
+
     def _changed(self, change: engine.Change) -> None:
         """The members have changed and the shards have moved: everything that knew the old generation follows."""
         trainer = self._trainer
         assert trainer is not None
         was_zero = change.before.slots[0] == self._runtime.slot
         self._follow()
+        self._publish()
         if was_zero and not trainer.is_global_zero:
             hand_over_rank_zero(trainer)
         if trainer.is_global_zero and not was_zero:

@@ -242,9 +242,10 @@ class Result:
         return self.survivors[min(self.survivors)]
 
     def rows(self) -> list[dict[str, str]]:
-        """The logger's rows."""
+        """The logger's rows, but for those about the health of devices."""
         with open(self.directory / "rows" / "metrics.csv", newline="") as file:
-            return [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+            rows = [{k: v for k, v in row.items() if v} for row in csv.DictReader(file)]
+        return [row for row in rows if not any(key.startswith("ntp/") for key in row)]
 
     def samples(self) -> dict[int, list[int]]:
         """By epoch the samples that committed steps were made of."""

@@ -176,7 +176,8 @@ class HealthMonitor(Callback):
 def _log_metrics(trainer: Trainer, directory: Path) -> None:
     if trainer.loggers and (metrics := health_metrics(directory)):
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            # Lightning counts the steps that it logs from 0
+            logger.log_metrics(metrics, step=max(0, trainer.global_step - 1))
 
 
 def health_metrics(directory: Path) -> dict[str, float]:
