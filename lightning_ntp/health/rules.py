@@ -18,7 +18,7 @@ from typing import Any
 from lightning_ntp.health.findings import Action, Finding
 from lightning_ntp.health.overrides import OverrideError, kind, read_overrides, shown
 
-__all__ = ["CATALOGUE", "OverrideError", "Rule", "SeverityTable", "catalogue"]
+__all__ = ["CATALOGUE", "OF_OTHERS", "OverrideError", "Rule", "SeverityTable", "catalogue"]
 
 CATALOGUE = "xid_catalog_2025-10-29.tsv"
 _MINUTE = 60.0
@@ -121,6 +121,9 @@ _SIGNALS: dict[str, Rule] = {
     "straggler": Rule(Action.SUSPECT, "slower than its peers"),
     "external": Rule(Action.LOG, "said by a source"),
 }
+
+OF_OTHERS = ("maintenance", "straggler", "external")
+"""Signals of which the driver knows nothing."""
 
 
 class SeverityTable:
