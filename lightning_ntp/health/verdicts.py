@@ -32,6 +32,8 @@ class Verdicts:
         self._absences = Absences(self._limits, self._places)
         self._mistakes = Mistakes(self._limits.together, self._limits.repeat_window)
         self._leaving: dict[int, Action] = {}
+        self._ending: set[int] = set()
+        """Slots whose rank was told to end at once, whatever else was found since."""
         self._conditions: dict[tuple[str, str], Condition] = {}
         self._lost: set[str] = set()
         self._now = 0.0
@@ -48,12 +50,14 @@ class Verdicts:
         self._places.started(slot)
         self._absences.end(slot)
         self._leaving.pop(slot, None)
+        self._ending.discard(slot)
         for condition in self._conditions.values():
             condition.begin_anew(slot)
 
     def ended(self, slot: int) -> None:
         """There is no rank in a slot any more."""
         self._places.ended(slot)
+        self._ending.discard(slot)
         how = self._leaving.pop(slot, None)
         if how is not None:
             self._absences.begin(slot, how)
@@ -275,7 +279,8 @@ class Verdicts:
         """
         ends = (Action.RESTART, Action.DEAD)
         ending = {verdict.slot for verdict in verdicts if verdict.action in ends}
-        if not ending or not self._places.live <= ending | {s for s, a in self._leaving.items() if a in ends}:
+        if not self._places.live <= ending | self._ending:
+            self._ending |= ending
             return verdicts
         judged = []
         for verdict in verdicts:
