@@ -23,14 +23,13 @@ if TYPE_CHECKING:
 CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 
 #: Modules of :mod:`lightning_ntp.commands`; none of them needs :data:`CLI_REQUIREMENTS`.
-_COMMANDS = ("plan", "status", "drain", "restart", "relayout")
+_COMMANDS = ("doctor", "plan", "status", "drain", "restart", "relayout")
 
 _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
-    "epilog": "Besides these, `lightning-ntp plan` prints what the loss of a rank would cost, and starts nothing;"
-    " `lightning-ntp status` shows a running job, `lightning-ntp drain SLOT` lets a rank of it leave, `lightning-ntp"
-    " restart SLOT` starts one that is gone again, `lightning-ntp relayout` lets slots go back to their places. Each"
-    " has a --help of its own.",
+    "epilog": "Besides these, each with a --help of its own: `lightning-ntp doctor` says whether training would survive"
+    " a loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status` shows it,"
+    " `drain SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their places.",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.harness.leaks import (
     no_signal_handler_changes,
     no_thread_leaks,
 )
+from tests.nvml.mock import MockNvml, build_library
 
 _crews: list[Crew] = []
 """The session's crew, once a test has asked for a world."""
@@ -69,6 +72,35 @@ def world() -> Iterator[Callable[..., World]]:
     yield make
     if _crews and _crews[0].open_run is not None:
         _crews[0].open_run.abandon()
+
+
+@pytest.fixture(scope="session")
+def nvml_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The mock of NVIDIA's driver library, built once."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler (cc) for the mock of libnvidia-ml.so.1")
+    return build_library(tmp_path_factory.mktemp("nvml"))
+
+
+@pytest.fixture
+def nvml(
+    request: pytest.FixtureRequest,
+    nvml_library: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[MockNvml]:
+    """Eight GPUs that exist for this process and for those that it starts; another number by indirect parametrization.
+
+    Processes that were started before (the crew of ``world``) do not see them.
+    """
+    state = tmp_path_factory.mktemp("nvml") / "state"
+    mock = MockNvml(nvml_library, state, gpus=getattr(request, "param", 8))
+    for name, value in mock.variables().items():
+        monkeypatch.setenv(name, value)
+    mock.adopt()
+    yield mock
+    mock.forget()
+    mock.close()
 
 
 @pytest.fixture(autouse=True)

@@ -63,6 +63,8 @@ class HealthWatch:
         self._heard = threading.Event()
         self._over = threading.Event()
         self._condemned: dict[int, str] = {}
+        self._notes: dict[int, str] = {}
+        """To be left for ranks that shall leave."""
         self._live: set[int] = set()
         self._staying: set[int] = set()
         """Slots that were told to leave, and have said why they cannot."""
@@ -159,6 +161,7 @@ class HealthWatch:
             self._take_values(finding)
         for verdict in verdicts:
             self._act(verdict, now)
+        self._leave_notes()
         self._hear_answers()
         self._withdraw(now)
         if now >= self._next_state or verdicts:
@@ -188,12 +191,19 @@ class HealthWatch:
         consequence = _CONSEQUENCE.get(verdict.action, "")
         # a line of its own for every verdict, but the one who is told to leave need not be told twice
         say(f"health: {verdict.text}{'; ' if consequence else ''}{consequence}")
-        self._record(verdict.slot, str(verdict.action), verdict.text, now, verdict.finding)
         if verdict.action is Action.DRAIN:
-            jobs.write_whole(jobs.unwell_note(self._directory, verdict.slot), _reason(verdict))
+            self._notes[verdict.slot] = _reason(verdict)
         elif verdict.action in (Action.RESTART, Action.DEAD):
             with self._lock:
                 self._condemned[verdict.slot] = _reason(verdict)
+        self._record(verdict.slot, str(verdict.action), verdict.text, now, verdict.finding)
+
+    def _leave_notes(self) -> None:
+        """Tell ranks to leave; again at the next look if the disk is full."""
+        for slot, reason in list(self._notes.items()):
+            if slot in self._live:
+                jobs.write_whole(jobs.unwell_note(self._directory, slot), reason)
+            del self._notes[slot]
 
     def _hear_answers(self) -> None:
         """Ranks that cannot leave say why. The note stays, and they try again themselves."""
@@ -225,7 +235,8 @@ class HealthWatch:
         if finding is not None:
             gpu = finding.gpu or self._devices.get(finding.slot, "")
             entry |= {"signal": finding.signal, "code": finding.code, "gpu": gpu, "values": dict(finding.values)}
-        with open(jobs.health_log(self._directory), "a", encoding="utf-8") as file:
+        # what cannot be written was said; a disk that is full keeps nobody from acting
+        with contextlib.suppress(OSError), open(jobs.health_log(self._directory), "a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
 
     def _state(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_ntp.health import Finding, WatchedJob
 from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from tests.lightning.rigs import slot
+from tests.nvml.mock import MockNvml
 from tests.recovery.models import Automatic
 
 GPUS = [f"GPU-00000000-0000-0000-0000-{number:012d}" for number in range(8)]
@@ -52,7 +53,8 @@ class Strikes(Callback):
 
     Args:
         path: A JSON list: ``{"step": 2, "slot": 1, "call": "tell", "arguments": {...}}`` or ``{"step": 3, "until":
-            ["drain"]}``, which waits until the verdicts so far have all of these.
+            ["drain"]}``, which waits until the verdicts so far have all of these; ``"phase": "backward"`` is in the
+            middle of the step.
         calls: What can be called, by name.
     """
 
@@ -66,12 +68,18 @@ class Strikes(Callback):
             self._done = {number for number, strike in enumerate(self._strikes) if "call" in strike}
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        self._reach("start", trainer.global_step)
+
+    def on_after_backward(self, trainer: Trainer, module: Any) -> None:
+        self._reach("backward", trainer.global_step)
+
+    def _reach(self, phase: str, step: int) -> None:
         for number, strike in enumerate(self._strikes):
-            if strike["step"] != trainer.global_step or number in self._done:
+            if (strike["step"], strike.get("phase", "start")) != (step, phase) or number in self._done:
                 continue
             if "until" in strike:
                 self._done.add(number)
-                wait_for(strike["until"])
+                wait_for(strike["until"], strike.get("patience", _PATIENCE_SECONDS))
             elif strike["slot"] == slot():
                 self._done.add(number)
                 self._calls[strike["call"]](**strike["arguments"])
@@ -86,13 +94,27 @@ def verdicts(directory: Path | None = None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(actions: Iterable[str]) -> None:
+def wait_for(actions: Iterable[str], seconds: float) -> None:
     """Until there is a verdict of each of these kinds."""
-    deadline, missing = time.monotonic() + _PATIENCE_SECONDS, set(actions)
+    deadline, missing = time.monotonic() + seconds, set(actions)
     while missing:
         missing -= {entry["action"] for entry in verdicts()}
         assert time.monotonic() < deadline, f"no verdict {sorted(missing)}: {verdicts()}"
         time.sleep(0.005)
+
+
+def on_gpu(call: str, gpu: int | None, **arguments: Any) -> None:
+    """Let something befall a GPU of the stand-in for the driver, which the test has made."""
+    mock = MockNvml.attach()
+    try:
+        if call == "set":
+            mock.set(gpu, **arguments)
+        elif call == "fail_all":
+            mock.fail_all(arguments["code"], gpu)
+        else:
+            getattr(mock, call)(**({} if gpu is None else {"gpu": gpu}), **arguments)
+    finally:
+        mock.close()
 
 
 def note_status(path: Path) -> None:
@@ -112,6 +134,7 @@ class Watched(Automatic):
 
         calls: dict[str, Callable[..., Any]] = {
             "tell": partial(tell, Path(directory, "told")),
+            "gpu": on_gpu,
             "status": partial(note_status, Path(directory, "status.txt")),
         }
         return [Strikes(Path(directory, "strikes.json"), calls), HealthMonitor(nvml=False, gpus=GPUS[:4])]

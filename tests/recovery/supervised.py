@@ -78,7 +78,8 @@ class SupervisingProcess:
             directory: For the job's output and results.
             heartbeat: The supervisor's, in seconds.
             timeout: Seconds; then the stacks of all ranks are taken and the job is killed.
-            options: More of the supervisor's; ``monitor``: a callback that has devices watched.
+            options: More of the supervisor's; ``monitor``: a callback that has devices watched, ``environment``:
+                variables for this job alone.
         """
         directory.mkdir(parents=True, exist_ok=True)
         sock, began = self.start(), time.monotonic()
@@ -217,8 +218,10 @@ def _supervise(
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    kept_environment = dict(os.environ)
     try:
         limit = None if heartbeat is None else timedelta(seconds=heartbeat)
+        os.environ.update(options.pop("environment", {}))
         monitor = options.pop("monitor", None)
         if monitor is not None:  # what it makes has threads
             options["watch"] = monitor.device_watch()
@@ -231,6 +234,8 @@ def _supervise(
             answer.update(code=0, cause="")  # a script hands nothing over
         answer["dead"] = set(supervisor._deaths.slots)
     finally:
+        os.environ.clear()
+        os.environ.update(kept_environment)
         sys.stdout.flush()
         sys.stderr.flush()
         for number, old in enumerate(kept, 1):

@@ -1,0 +1,190 @@
+"""The watch in the launching process: sources of all kinds, notes for ranks, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ntp.health import Action, Finding, HealthWatch, Limits, SeverityTable, WatchedJob
+from lightning_ntp.launch import jobs
+
+Found = Callable[[WatchedJob], Any]
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[Callable[..., HealthWatch]]:
+    made: list[HealthWatch] = []
+
+    def watch(*sources: Found, slots: int = 2, limits: Limits | None = None, **options: Any) -> HealthWatch:
+        options.setdefault("gpus", [f"GPU-{slot}" for slot in range(slots)])
+        made.append(HealthWatch(sources, SeverityTable(), limits, interval=0.02, **options))
+        made[-1].check(slots)
+        made[-1].begin(tmp_path)
+        for slot in range(slots):
+            made[-1].started(slot)
+        return made[-1]
+
+    yield watch
+    for each in made:
+        each.close()
+
+
+def log(directory: Path) -> list[dict[str, Any]]:
+    path = jobs.health_log(directory)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def eventually(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def condemned(watch: HealthWatch, slot: int) -> str:
+    found: dict[int, str] = {}
+    eventually(lambda: found.update(watch.condemned()) or slot in found)
+    return found[slot]
+
+
+def test_a_sick_slot_is_told_to_leave_and_comes_back_when_its_device_is_well(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    findings = [Finding("sram_threshold", "errors", gpu="GPU-1")]
+    watch = watching(lambda job: [findings.pop()] if findings else [], limits=Limits(quiet=0.05))
+    note = jobs.unwell_note(tmp_path, 1)
+    eventually(note.exists)
+    assert note.read_text() == "sram threshold: errors"
+    assert not watch.sent_away(1)
+    watch.ended(1)
+    assert watch.sent_away(1) and watch.unfit(1) == "sram threshold: errors" and not watch.unfit(0)
+    findings.append(Finding("sram_threshold", "gone", gpu="GPU-1", clears=True))
+    eventually(lambda: not watch.unfit(1))
+    watch.started(1)
+    assert not note.exists() and not watch.sent_away(1)
+
+
+def test_who_cannot_leave_is_told_no_more_once_its_device_is_well(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    findings = [Finding("maintenance", "at noon", slot=1)]
+    watching(lambda job: [findings.pop()] if findings else [], limits=Limits(quiet=0.05))
+    note = jobs.unwell_note(tmp_path, 1)
+    eventually(note.exists)
+    jobs.write_whole(jobs.stays_note(tmp_path, 1), "it is the last one")
+    eventually(lambda: {"slot 1 stays: it is the last one"} & {entry["text"] for entry in log(tmp_path)})
+    assert note.exists()
+    findings.append(Finding("maintenance", "put off", slot=1, clears=True))
+    eventually(lambda: not note.exists())
+    findings.append(Finding("maintenance", "after all", slot=1))
+    eventually(note.exists)
+
+
+def test_ranks_say_their_devices_themselves(watching: Callable[..., HealthWatch], tmp_path: Path) -> None:
+    seen: list[dict[int, str]] = []
+    findings: list[Finding] = []
+
+    def source(job: WatchedJob) -> list[Finding]:
+        seen.append(dict(job.devices()))
+        return [findings.pop()] if findings else []
+
+    watch = watching(source, gpus=[])
+    jobs.write_whole(jobs.device_note(tmp_path, 1), "GPU-a")
+    eventually(lambda: seen and seen[-1] == {1: "GPU-a"})
+    findings.append(Finding("xid", "off the bus", gpu="GPU-a", code=79))
+    assert condemned(watch, 1).startswith("XID 79 (ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS)")
+
+
+def test_a_source_that_raises_is_told_once_and_asked_again(
+    watching: Callable[..., HealthWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def unlucky(job: WatchedJob) -> list[Finding]:
+        calls.append(len(calls))
+        if len(calls) < 4:
+            raise ConnectionError("no route to the cluster manager")
+        return [Finding("external", "hello", slot=0)]
+
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        watching(unlucky)
+        eventually(lambda: log(tmp_path))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "the health source unlucky has raised ConnectionError: no route to the cluster manager; it is asked again later"
+    ]
+
+
+@pytest.mark.parametrize("nonsense", [[None], [{"slot": 3}], 7, ["text"]])
+def test_a_source_that_yields_nonsense_says_so(
+    watching: Callable[..., HealthWatch], caplog: pytest.LogCaptureFixture, nonsense: Any
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        watching(lambda job: nonsense)
+        eventually(lambda: caplog.records)
+    assert "has raised TypeError" in caplog.records[0].getMessage()
+
+
+def test_a_source_that_blocks_holds_up_neither_the_others_nor_the_end(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    released = threading.Event()
+
+    def blocks(job: WatchedJob) -> list[Finding]:
+        released.wait()
+        return []
+
+    watch = watching(blocks, lambda job: [Finding("external", "hello", slot=0)])
+    eventually(lambda: log(tmp_path))
+    watch.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert "ntp-health" not in names and "ntp-health-blocks" in names
+    released.set()
+    eventually(lambda: "ntp-health-blocks" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_a_flood_is_dropped_and_a_flapping_signal_drains_once(
+    watching: Callable[..., HealthWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def floods(job: WatchedJob) -> Iterator[Finding]:
+        for number in range(2000):
+            yield Finding("fabric", f"change {number}", gpu="GPU-0", action=Action.DRAIN, clears=bool(number % 2))
+        yield from (Finding("fabric", f"change {number}", gpu="GPU-0") for number in range(100_000))
+
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        watching(floods)
+        eventually(lambda: any("floods" in record.getMessage() for record in caplog.records))
+        eventually(lambda: [entry for entry in log(tmp_path) if entry["action"] == "drain"])
+        floor = len(log(tmp_path))
+        time.sleep(0.3)  # more of it comes meanwhile
+    assert [entry["action"] for entry in log(tmp_path)].count("drain") == 1
+    assert floor < 20 and len(log(tmp_path)) < 20
+
+
+def test_a_list_of_devices_of_the_wrong_length_is_refused(tmp_path: Path) -> None:
+    watch = HealthWatch([], SeverityTable(), gpus=["GPU-0", "GPU-1"])
+    with pytest.raises(ValueError, match="names 2 devices, but the job has 3 slots"):
+        watch.check(3)
+
+
+def test_a_job_directory_that_is_gone_hurts_nobody(watching: Callable[..., HealthWatch], tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def source(job: WatchedJob) -> list[Finding]:
+        asked.append(0)
+        return [Finding("xid", "", gpu="GPU-0", code=79)]
+
+    watch = HealthWatch([source], SeverityTable(), gpus=["GPU-0", "GPU-1"], interval=0.02)
+    watch.check(2)
+    watch.begin(tmp_path / "gone")
+    watch.started(0)
+    watch.started(1)
+    assert condemned(watch, 0)
+    watch.close()
