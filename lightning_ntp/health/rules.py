@@ -15,16 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]  # Lightning depends on it
-
 from lightning_ntp.health.findings import Action, Finding
+from lightning_ntp.health.overrides import OverrideError, kind, read_overrides, shown
+
+__all__ = ["CATALOGUE", "OF_OTHERS", "OverrideError", "Rule", "SeverityTable", "catalogue"]
 
 CATALOGUE = "xid_catalog_2025-10-29.tsv"
 _MINUTE = 60.0
-
-
-class OverrideError(ValueError):
-    """What a user has written about severities is wrong; says where and what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +125,9 @@ _SIGNALS: dict[str, Rule] = {
     "external": Rule(Action.LOG, "said by a source"),
 }
 
+OF_OTHERS = ("maintenance", "straggler", "external")
+"""Signals of which the driver knows nothing."""
+
 
 class SeverityTable:
     """The rules, with a user's overrides.
@@ -178,21 +178,21 @@ class SeverityTable:
     def _override(self, given: str | Path | Mapping[str, Any]) -> None:
         where, content = "rules", given
         if isinstance(given, str | Path):
-            where, content = str(given), _read(Path(given))
+            where, content = str(given), read_overrides(Path(given))
         if not isinstance(content, Mapping):
-            raise OverrideError(f"{where}: {_kind(content)} where a mapping with 'xid' and 'signals' was expected")
+            raise OverrideError(f"{where}: {kind(content)} where a mapping with 'xid' and 'signals' was expected")
         for section in content:
             if section not in ("xid", "signals"):
-                raise OverrideError(f"{where}: {section!r} is none of the sections 'xid', 'signals'")
+                raise OverrideError(f"{where}: {shown(section)} is none of the sections 'xid', 'signals'")
         self._override_xids(f"{where}: xid", content.get("xid"))
         self._override_signals(f"{where}: signals", content.get("signals"))
 
     def _override_xids(self, where: str, section: Any) -> None:
         seen: set[str] = set()
         for code, what in _items(where, section):
-            name = str(code).strip()
-            if isinstance(code, bool) or not (name == "unknown" or name.isascii() and name.isdecimal()):
-                raise OverrideError(f"{where}: {code!r} is neither the number of an XID nor 'unknown'")
+            name = code.strip() if isinstance(code, str) else str(code) if _is_number(code) else ""
+            if name != "unknown" and not (name.isascii() and name.isdecimal() and len(name) < 10):
+                raise OverrideError(f"{where}: {shown(code)} is neither the number of an XID nor 'unknown'")
             name = name if name == "unknown" else str(int(name))
             if f"xid.{name}" not in self._rules:
                 last = max(self._mnemonics)
@@ -207,32 +207,32 @@ class SeverityTable:
         seen: set[str] = set()
         for name, what in _items(where, section):
             if name not in known:
-                raise OverrideError(f"{where}: {name!r} is no signal; there are {', '.join(sorted(known))}")
+                raise OverrideError(f"{where}: {shown(name)} is no signal; there are {', '.join(sorted(known))}")
             self._take(where, name, str(name), what, seen)
 
     def _take(self, where: str, name: Any, key: str, what: Any, seen: set[str]) -> None:
         if key in seen:
-            raise OverrideError(f"{where}: {name!r} is there twice")
+            raise OverrideError(f"{where}: {shown(name)} is there twice")
         seen.add(key)
         where = f"{where}: {name}"
         rule = self._rules[key]
         if isinstance(what, str):
             what = {"action": what}
         if not isinstance(what, Mapping):
-            raise OverrideError(f"{where}: {_kind(what)} where an action was expected, or {{action: ..., hold: ...}}")
+            raise OverrideError(f"{where}: {kind(what)} where an action was expected, or {{action: ..., hold: ...}}")
         for field in what:
             if field not in ("action", "hold"):
-                raise OverrideError(f"{where}: {field!r} is neither 'action' nor 'hold'")
+                raise OverrideError(f"{where}: {shown(field)} is neither 'action' nor 'hold'")
         if not what:
             raise OverrideError(f"{where}: neither 'action' nor 'hold' is given")
         try:
             action = Action.of(what["action"]) if "action" in what else rule.action
         except (ValueError, AttributeError):
             names = ", ".join(str(action) for action in Action)
-            raise OverrideError(f"{where}: {what['action']!r} is no action; there are {names}") from None
+            raise OverrideError(f"{where}: {shown(what['action'])} is no action; there are {names}") from None
         hold = what.get("hold", rule.hold)
         if isinstance(hold, bool) or not isinstance(hold, int | float) or not 0 <= hold <= 86400:
-            raise OverrideError(f"{where}: hold={hold!r} is no number of seconds from 0 to 86400")
+            raise OverrideError(f"{where}: hold={shown(hold)} is no number of seconds from 0 to 86400")
         application = rule.application and "action" not in what
         self._rules[key] = replace(rule, action=action, hold=float(hold), application=application)
 
@@ -247,47 +247,17 @@ def catalogue() -> tuple[tuple[int, str, str], ...]:
     )
 
 
-class _UniqueLoader(yaml.SafeLoader):  # type: ignore[misc]
-    """Refuses a mapping with a key that is there twice, of which PyYAML would silently keep the last."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            try:
-                again = key in seen
-            except TypeError:
-                raise OverrideError(f"line {key_node.start_mark.line + 1}: {_kind(key)} as a name") from None
-            if again:
-                raise OverrideError(f"line {key_node.start_mark.line + 1}: {key!r} is there twice")
-            seen.add(key)
-        return dict(super().construct_mapping(node, deep))
-
-
-def _read(path: Path) -> Any:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise OverrideError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        return yaml.load(text, _UniqueLoader) or {}  # noqa: S506  a SafeLoader
-    except OverrideError as error:
-        raise OverrideError(f"{path}: {error}") from None
-    # beyond its own errors PyYAML lets through what its constructors raise: dates, numbers, deep nesting
-    except (yaml.YAMLError, ValueError, TypeError, AttributeError, RecursionError, LookupError) as error:
-        raise OverrideError(f"{path}: is no YAML: {' '.join(str(error).split())[:300]}") from None
-
-
 def _items(where: str, section: Any) -> list[tuple[Any, Any]]:
     if section is None:
         return []
     if not isinstance(section, Mapping):
-        raise OverrideError(f"{where}: {_kind(section)} where a mapping was expected")
+        raise OverrideError(f"{where}: {kind(section)} where a mapping was expected")
     return list(section.items())
 
 
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:40]!r}"
+def _is_number(code: object) -> bool:
+    """Whether it may be an XID's, and can be written: Python refuses to write integers of thousands of digits."""
+    return isinstance(code, int) and not isinstance(code, bool) and 0 <= code < 10**9
 
 
 def _order(row: tuple[str, Rule]) -> tuple[str, int]:
