@@ -230,9 +230,7 @@ def _ills(gpu: Gpu) -> list[str]:
     }
     ills = [text.format(values[name]) for name, text in named.items() if values.get(name, 0.0) > 0]
     if values.get("temperature_margin_c", 1.0) <= 0:
-        ills.append(
-            f"{values.get('temperature_c', math.nan):.0f} degrees C, without margin to its slow-down temperature"
-        )
+        ills.append(f"{values.get('temperature_c', math.nan):.0f} degrees C, where it slows down")
     return ills
 
 
