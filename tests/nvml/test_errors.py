@@ -5,7 +5,9 @@ import pytest
 
 from lightning_ntp.nvml.errors import _KINDS, CallError, Kind, kind_of, name_of
 
-CODES = {name.removeprefix("NVML_ERROR_"): getattr(pynvml, name) for name in dir(pynvml) if name.startswith("NVML_ERROR_")}
+CODES = {
+    name.removeprefix("NVML_ERROR_"): getattr(pynvml, name) for name in dir(pynvml) if name.startswith("NVML_ERROR_")
+}
 
 
 def test_every_error_of_pynvml_is_in_exactly_one_class() -> None:
