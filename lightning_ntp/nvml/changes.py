@@ -55,6 +55,8 @@ class Changes:
         """By what was asked: how often in a row it has failed, and the last code."""
         self._replays: deque[tuple[float, float]] = deque()
         self._told: dict[str, float] = {}
+        self._untold, self._faulty = 0.0, set[int]()
+        """Errors on links that were not told yet, and on which links."""
 
     @property
     def standing(self) -> set[Key]:
@@ -189,12 +191,14 @@ class Changes:
         if links:
             text = f"{_links(down)} of {len(links)} {'is' if len(down) == 1 else 'are'} down"
             yield from self._level("nvlink_down", bool(down), text)
-        grown = self._grown(reading, "nvlink_errors")
-        if grown > 0 and self._may_tell("nvlink_errors", now):
-            former = self._former.links
-            where = [n for n, link in links.items() if n in former and link.errors > former[n].errors]
-            text = f"{grown:.0f} more errors on {_links(where) if where else 'its links'}"
-            yield Finding("nvlink_errors", text, self._gpu, values={"nvlink_errors": reading.values["nvlink_errors"]})
+        former = self._former.links
+        self._untold += max(0.0, self._grown(reading, "nvlink_errors"))
+        self._faulty |= {n for n, link in links.items() if n in former and link.errors > former[n].errors}
+        if self._untold > 0 and self._may_tell("nvlink_errors", now):
+            text = f"{self._untold:.0f} more errors on {_links(sorted(self._faulty)) if self._faulty else 'its links'}"
+            values = {"nvlink_errors": self._untold}
+            self._untold, self._faulty = 0.0, set()
+            yield Finding("nvlink_errors", text, self._gpu, values=values)
         if "fabric_state" in reading.values:
             ills = fabric_ills(reading.values)
             yield from self._level("fabric", bool(ills), ", ".join(ills))

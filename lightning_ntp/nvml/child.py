@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_ntp.nvml.process import GROUP_SIGNALS
 from lightning_ntp.nvml.protocol import Lines
 
 _BOOTSTRAP = (
@@ -47,8 +48,8 @@ class Child:
         _reap()
         root = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-c", _BOOTSTRAP, root, arguments[0], str(os.getpid()), *arguments[1:]]
-        # Ctrl-C between its start and its first line would end it; a blocked signal waits (the mask is inherited)
-        former = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        # one of them between its start and its first line would end it; blocked ones wait (the mask is inherited)
+        former = signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             pipe = subprocess.PIPE
             self._process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, env=environment)

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_ntp.nvml.changes import Changes
 from lightning_ntp.nvml.errors import NOT_FOUND, UNINITIALIZED
 from lightning_ntp.nvml.library import INIT, Library, Renewed
-from lightning_ntp.nvml.protocol import Outlet
+from lightning_ntp.nvml.protocol import Outlet, finding_to_message
 from lightning_ntp.nvml.reader import DeviceReader, Poll
 
 _LEAST_SECONDS = 0.05
@@ -48,7 +48,7 @@ class Poller(threading.Thread):
         self._unavailable = threading.Event()
         self._events = 0
         self._over = False
-        self._was_there = bool(memory)
+        self._was_there, self._absent = bool(memory), False
         self._away = 0
         """How often in a row the device was not there, or the driver was not."""
 
@@ -86,7 +86,7 @@ class Poller(threading.Thread):
     def _pause(self) -> float:
         if not self._away:
             return max(0.0, self.interval - _LEAST_SECONDS)
-        if not self._was_there:
+        if self._absent:
             return 2 * _SLOWEST * self.renew
         return self.renew * min(self._away, _SLOWEST)
 
@@ -103,20 +103,21 @@ class Poller(threading.Thread):
         poll = self._reader.poll()
         if self._over:
             return
-        absent = self._is_absent(poll)
+        self._count(poll)
+        for note in poll.notes:
+            self._outlet.send(note=note)
+        if self._absent:
+            return
+        findings = self._changes.see(poll)
+        healthy = self._changes.healthy(poll)
         with self._outlet.lock:
-            if not absent:
-                for finding in self._changes.see(poll):
-                    self._outlet.find(finding)
-                healthy = self._changes.healthy(poll)
-                if healthy is not None and events == self._events:
-                    self._outlet.find(healthy)
-                self._outlet.send(look=self._changes.memory())
-            for note in poll.notes:
-                self._outlet.send(note=note)
+            if healthy is not None and events == self._events:
+                findings.append(healthy)
+            # in one message: who goes on from here in another process has told all of them, or none
+            self._outlet.send(findings=[*map(finding_to_message, findings)], look=self._changes.memory())
 
-    def _is_absent(self, poll: Poll) -> bool:
-        """Whether the device never was there, so that it cannot be lost; counts how often in a row it was not there."""
+    def _count(self, poll: Poll) -> None:
+        """Whether the device never was there, so that it cannot be lost; how often in a row it was not there."""
         lost = poll.lost
         absent = lost is not None and lost.code == NOT_FOUND and not self._was_there
         if absent and not self._away:
@@ -124,4 +125,4 @@ class Poller(threading.Thread):
         no_driver = any(each.call == INIT or each.code == UNINITIALIZED for each in poll.errors.values())
         self._away = self._away + 1 if lost is not None or no_driver else 0
         self._was_there = self._was_there or bool(poll.reading.values) or lost is not None and not absent
-        return absent
+        self._absent = absent

@@ -21,6 +21,8 @@ from lightning_ntp.nvml.library import Library
 from lightning_ntp.nvml.protocol import Lines, Outlet
 
 HEARTBEAT_SECONDS = 0.2
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A terminal or a scheduler sends them to everybody, and means who launched this process."""
 _NICENESS = 5
 """Training goes first."""
 _PIECE = 1 << 16
@@ -35,8 +37,9 @@ def begin(parent: int) -> Outlet:
     Returns:
         Where messages go: nothing else gets into what was the standard output.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is meant for who launched it
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, GROUP_SIGNALS)
     die_with_parent(parent)
     os.nice(_NICENESS)
     out = os.dup(1)

@@ -5,9 +5,9 @@ To it: ``{"watch": [uuid, ...], "interval": s, "renew": s, "known": {uuid: memor
 From it, each line with one of:
 
 =============  ======================================================================================================
-``finding``    a :class:`~lightning_ntp.health.findings.Finding`
-``look``       after every look at a device, complete or not: what another process needs to go on from here
-               (:meth:`~lightning_ntp.nvml.changes.Changes.memory`), with the ``reading``
+``findings``   :class:`~lightning_ntp.health.findings.Finding` objects
+``look``       with the findings of every look at a device, complete or not: what another process needs to go on from
+               there (:meth:`~lightning_ntp.nvml.changes.Changes.memory`), with the ``reading``
 ``heartbeat``  a number, and ``calls``: which call, about which device (``""``: about all), since when on the
                machine's monotonic clock, for every thread that is in one
 ``note``       a line for the log
@@ -79,4 +79,4 @@ class Outlet:
                 os._exit(0)
 
     def find(self, finding: Finding) -> None:
-        self.send(finding=finding_to_message(finding))
+        self.send(findings=[finding_to_message(finding)])

@@ -22,6 +22,8 @@ _LOOK_SECONDS = 0.1
 """Between two looks at what the job wants."""
 _START_SECONDS = 30.0
 """For the first heartbeat: starting Python may take long where everybody starts."""
+_SILENCE_SECONDS = 2.0
+"""Ten heartbeats: a busy machine may delay some."""
 _LONGEST_PAUSE = 60.0
 _STEADY_SECONDS = 60.0
 """A process that has lived for so long has not failed to start."""
@@ -100,7 +102,7 @@ class NvmlSource:
         """Watch for as long as one process does. Returns why it has ended, or nothing if nobody needs another one."""
         child = Child(["watch"])
         watched: list[str] = []
-        last, patience = time.monotonic(), max(self._stall, _START_SECONDS)
+        last, patience = time.monotonic(), _START_SECONDS
         try:
             while not job.ending():
                 if (devices := _devices(job)) != watched:
@@ -109,7 +111,7 @@ class NvmlSource:
                 messages = child.receive(_LOOK_SECONDS)
                 now = time.monotonic()
                 if messages:
-                    last, patience = now, self._stall
+                    last, patience = now, max(self._stall, _SILENCE_SECONDS)
                 elif now - last > patience:
                     why = f"the process that asks the driver has said nothing for {now - last:.0f} s"
                     yield from stalls.silent(watched, why)
@@ -130,15 +132,15 @@ class NvmlSource:
         return json.dumps(message).encode() + b"\n"
 
     def _take(self, message: Mapping[str, Any], watched: Sequence[str], stalls: Stalls) -> Iterator[Finding]:
-        if "finding" in message:
-            yield finding_from_message(message["finding"])
-        elif "heartbeat" in message:
-            yield from stalls.heard(message["calls"], watched, time.monotonic())
-        elif "look" in message:
+        if "look" in message:
             reading = Reading.from_message(message["look"]["reading"])
             with self._lock:
                 self._known[reading.gpu], self._readings[reading.gpu] = message["look"], reading
             yield from stalls.looked(reading.gpu)
+        for finding in message.get("findings", ()):
+            yield finding_from_message(finding)
+        if "heartbeat" in message:
+            yield from stalls.heard(message["calls"], watched, time.monotonic())
         elif "note" in message:
             if message["note"] not in self._notes:
                 self._notes.add(message["note"])

@@ -123,8 +123,8 @@ def test_errors_on_links_are_told_once_a_minute(nvml: MockNvml, eye: Eye, genera
     for count in range(5, 34):
         errors(count)
         assert eye.new(2.0) == []
-    errors(99)
-    assert eye.new(2.0) == [("nvlink_errors", None, False)]
+    (finding, _) = eye.look(2.0)
+    assert finding.text == "29 more errors on link 7", "those of the whole minute"
 
 
 def test_a_link_that_never_was_up_is_not_down(nvml: MockNvml) -> None:
