@@ -86,12 +86,14 @@ class WatchedJob:
         devices: Gives the UUID of the device of every slot that has said it.
         slots: Gives the live slots.
         ending: Whether the job is over: whoever waits returns soon.
+        replicas: Gives the replica of every live slot; of none if it is not known.
     """
 
     directory: Path
     devices: Callable[[], Mapping[int, str]]
     slots: Callable[[], Iterable[int]]
     ending: Callable[[], bool]
+    replicas: Callable[[], Mapping[int, int]] = dict
 
 
 class HealthSource(Protocol):

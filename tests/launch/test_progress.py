@@ -108,6 +108,72 @@ def test_waiting_for_a_condition_ticks_until_it_is_true(shown: Shown) -> None:
         assert not shown.progress.wait_for(condition, lambda: False, 0.01), "it gives up in time"
 
 
+def test_a_step_is_measured_without_its_waits_and_without_what_lies_between(
+    shown: Shown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now)
+
+    def pass_time(nanoseconds: int) -> None:
+        nonlocal now
+        now += nanoseconds
+
+    def wait(nanoseconds: int) -> None:
+        assert shown.progress.begin_wait(0)
+        pass_time(nanoseconds)
+        shown.progress.end_wait()
+
+    def step(work: int = 10) -> int:
+        """Returns what the rank shows afterwards."""
+        shown.progress.begin(Tag.STEP)
+        wait(3)
+        pass_time(work)
+        with shown.progress.polling() as waits:
+            for _ in range(3):
+                waits()
+                pass_time(1)
+        shown.progress.begin(Tag.BETWEEN)
+        pass_time(100)
+        return shown.sample().worked_ns
+
+    wait(7)
+    assert [step(), step(20), step()] == [10, 30, 40]
+    with shown.progress.within(Tag.CHECKPOINT):
+        pass_time(1000)
+    assert step() == 50
+    shown.progress.begin(Tag.STEP)
+    pass_time(1)
+    shown.progress.begin(Tag.STEP)  # a micro-batch that no update follows
+    pass_time(1)
+    shown.progress.begin(Tag.EPOCH_END)
+    assert shown.sample().worked_ns == 52
+
+    shown.progress.begin(Tag.STEP)
+    shown.progress.enter_groups(blind=False)  # a change of the members: what this step takes says nothing
+    pass_time(1000)
+    shown.progress.begin(Tag.BETWEEN)
+    assert shown.sample().worked_ns == 0 and shown.sample().done[Tag.STEP] == 1
+    assert step() == 10
+    shown.progress.begin(Tag.STEP)
+    with shown.progress.within(Tag.CHECKPOINT):
+        pass_time(1000)
+    pass_time(5)
+    shown.progress.begin(Tag.BETWEEN)
+    assert shown.sample().worked_ns == 0
+    shown.progress.begin(Tag.STEP)
+    shown.progress.back_to(Tag.STEP)
+    pass_time(1000)
+    assert step() == 10, "a step that is done again does not count"
+
+
+def test_waiting_for_a_condition_is_no_work(shown: Shown) -> None:
+    shown.progress.begin(Tag.STEP)
+    with (condition := threading.Condition()):
+        shown.progress.wait_for(condition, lambda: False, 0.5, NOBODY)
+    shown.progress.begin(Tag.BETWEEN)
+    assert shown.sample().worked_ns < 400_000_000, "it has waited for 500 ms, and a busy machine may take a while"
+
+
 def test_what_a_thread_beside_does_is_no_progress_of_the_rank(shown: Shown) -> None:
     mark = shown.progress.group("1/sync")
 

@@ -553,6 +553,7 @@ class Transaction:
                 raise failure.error  # after the commit
 
         progress.current().begin(Tag.STEP)
+        progress.current().back_to(Tag.STEP)  # done again, it says nothing about how fast this rank is
         window.past, window.position, window.kept = True, 0, None
         self._window = window
         if not manual:  # there gradients may be gathered over several steps
