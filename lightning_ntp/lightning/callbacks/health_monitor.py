@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -208,5 +209,9 @@ def device_uuid(index: int) -> str:
     """UUID of a CUDA device as the driver writes it; of a MIG instance, its own."""
     import torch
 
+    # torch gives the digits alone, for both kinds
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].strip().startswith("MIG-"):
+        return visible[index].strip()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
