@@ -4,9 +4,9 @@
 
 First the processor time of the process that asks the driver about eight GPUs, and of who listens to it. Then training
 at 2x2, watched and not, in alternating jobs of one run: the step, what the callback's hooks take of it in the slowest
-rank, and the time from an XID in the driver until the leave of its slot is announced, and made. Steps wait 200 ms, as if
-a device computed. The driver is the tests' mock (``tests/nvml/src``), which answers at once: what a real one takes comes
-on top, in the process that asks. Aims: hooks below 0.5 % of a step; announced within two steps, or 1 s.
+rank, and the time from an XID in the driver until the leave of its slot is announced, and made. Steps wait 200 ms, as
+if a device computed. The driver is the tests' mock (``tests/nvml/src``), which answers at once: what a real one takes
+comes on top, in the process that asks. Aims: hooks below 0.5 % of a step; announced within two steps, or 1 s.
 """
 
 from __future__ import annotations
