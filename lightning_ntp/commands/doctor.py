@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
 
 from lightning_ntp.commands.models import SIZES, add_model, model_tensors, show_bytes
-from lightning_ntp.nvml import Inventory, inventory
+from lightning_ntp.nvml import Gpu, Inventory, inventory
 from lightning_ntp.plan.cost import reshard_cost
 from lightning_ntp.plan.policy import RecoveryPolicy, decide
 from lightning_ntp.plan.topology import Topology
@@ -197,25 +197,41 @@ def _times(options: argparse.Namespace) -> Check:
 
 
 def _driver(found: Inventory) -> Check:
-    if found.problem:
-        return Check("driver", "warning", f"{found.problem}: the health of GPUs is not watched")
-    return Check("driver", "ok", f"NVIDIA {found.driver}, {len(found.gpus)} GPUs")
+    if not found.gpus:
+        return Check("driver", "warning", f"{found.problem or 'no GPU'}: the health of GPUs is not watched")
+    limits = "may" if found.may_set_limits else "may not (that takes root)"
+    lines = [f"NVIDIA {found.driver}, {len(found.gpus)} GPUs; this process {limits} set power limits", *found.notes]
+    state: State = "warning" if found.problem else "ok"
+    return Check("driver", state, "\n".join([*lines, found.problem] if found.problem else lines))
 
 
 def _gpus(found: Inventory) -> list[Check]:
     checks = []
     for gpu in found.gpus:
-        total, free = show_bytes(gpu.memory_total), show_bytes(gpu.memory_free)
-        lines = [f"{gpu.uuid}, {total}, {free} free, {gpu.nvlinks} NVLinks"]
-        lines += [f"MIG instance {instance}" for instance in gpu.instances]
-        if gpu.unsupported:
-            lines.append(f"unknown here: {', '.join(sorted(gpu.unsupported))}")
-        if gpu.denied:
-            lines.append(f"not allowed here: {', '.join(sorted(gpu.denied))}")
-        lines += [f"not healthy: {text}" for text in gpu.wrong]
-        state: State = "fails" if gpu.wrong else "ok"
-        checks.append(Check(f"GPU {gpu.index} {gpu.name}", state, "\n".join(lines)))
+        total, free = (show_bytes(size) if size is not None else "?" for size in (gpu.memory_total, gpu.memory_free))
+        lines = [f"{gpu.uuid}, {total}, {free} free, {gpu.nvlinks} NVLinks, fabric {gpu.fabric}"]
+        lines += [f"MIG instance {instance}" for instance in gpu.mig]
+        if gpu.reading is not None and gpu.reading.unsupported:
+            lines.append(f"unknown here: {', '.join(sorted(gpu.reading.unsupported))}")
+        wrong = [f"not healthy: {text}" for text in _ills(gpu)]
+        if gpu.problem:
+            wrong.append(f"does not say everything: {gpu.problem}")
+        checks.append(Check(f"GPU {gpu.index} {gpu.name}", "fails" if wrong else "ok", "\n".join([*lines, *wrong])))
     return checks
+
+
+def _ills(gpu: Gpu) -> list[str]:
+    """What is wrong with a device right now, by what would have its rank leave."""
+    values = gpu.reading.values if gpu.reading is not None else {}
+    named = {
+        "recovery_action": "the driver asks for its recovery (action {:.0f})",
+        "row_remap_failure": "a row of its memory could not be remapped",
+        "sram_threshold_exceeded": "more errors in its SRAM than the vendor accepts",
+    }
+    ills = [text.format(values[name]) for name, text in named.items() if values.get(name, 0.0) > 0]
+    if values.get("temperature_margin_c", 1.0) <= 0:
+        ills.append(f"{values.get('temperature_c', math.nan):.0f} degrees C, where it slows down")
+    return ills
 
 
 # ---- the job ------------------------------------------------------------------------------------------------------
@@ -249,7 +265,7 @@ def _memory(options: argparse.Namespace, topology: Topology, found: Inventory) -
     if options.model is None and all(getattr(options, name) is None for name in SIZES):
         return [Check("memory", "warning", "not looked at: say which model (--model CLASS, or its sizes)")]
     tensors = model_tensors(options, topology)
-    free = min((gpu.memory_free for gpu in found.gpus), default=0)
+    free = min((gpu.memory_free for gpu in found.gpus if gpu.memory_free is not None), default=0)
     if options.memory is not None:
         free = int(options.memory * 2**30)
     policy = RecoveryPolicy(options.min_tensor_parallel_size)

@@ -1,3 +1,10 @@
-"""NVIDIA's driver, asked in a process of its own."""
+"""NVIDIA's driver, asked in a process of its own: whether devices are healthy, and which there are.
 
-NvmlSource = None
+Importing it brings in no pynvml: only the process that asks needs it.
+"""
+
+from lightning_ntp.nvml.inventory import Gpu, Inventory, find, inventory
+from lightning_ntp.nvml.readings import Link, Reading
+from lightning_ntp.nvml.source import NvmlSource
+
+__all__ = ["Gpu", "Inventory", "Link", "NvmlSource", "Reading", "find", "inventory"]

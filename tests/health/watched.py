@@ -103,16 +103,16 @@ def wait_for(actions: Iterable[str], seconds: float) -> None:
         time.sleep(0.005)
 
 
-def on_gpu(call: str, gpu: int | None, **arguments: Any) -> None:
+def on_gpu(what: str, gpu: int | None, **arguments: Any) -> None:
     """Let something befall a GPU of the stand-in for the driver, which the test has made."""
     mock = MockNvml.attach()
     try:
-        if call == "set":
+        if what == "set":
             mock.set(gpu, **arguments)
-        elif call == "fail_all":
+        elif what == "fail_all":
             mock.fail_all(arguments["code"], gpu)
         else:
-            getattr(mock, call)(**({} if gpu is None else {"gpu": gpu}), **arguments)
+            getattr(mock, what)(**({} if gpu is None else {"gpu": gpu}), **arguments)
     finally:
         mock.close()
 

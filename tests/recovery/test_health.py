@@ -46,7 +46,8 @@ def watched(
     (directory / "job").mkdir(parents=True)
     (directory / "job" / "strikes.json").write_text(json.dumps(strikes))
     told = [Told(directory / "job" / "told")]
-    made = HealthMonitor(nvml=False, sources=told, gpus=GPUS[: sum(job.degrees)], **{"quiet": 0.5, **(monitor or {})})
+    settings: dict[str, Any] = {"nvml": False, "quiet": 0.5, **(monitor or {})}
+    made = HealthMonitor(sources=told, gpus=GPUS[: sum(job.degrees)], **settings)
     got = returns(supervising, world, job, waits, directory, monitor=made, **options)
     path = got.directory / "rows" / "events.jsonl"
     return got, [event for event in read_events(path) if event["event"] == "health"] if path.exists() else []

@@ -22,6 +22,8 @@ log = logging.getLogger("lightning_ntp")
 
 _AGAIN_SECONDS = 30.0
 """Between two tries to leave, of a rank without which the job cannot go on."""
+_TIMES_RENEW = 5.0
+"""So many intervals lie between two tries to reach a lost device: it takes NVML to be started anew."""
 _COUNTED = ("suspect", "drain", "dead")
 
 
@@ -84,7 +86,7 @@ class HealthMonitor(Callback):
         """For the launcher, in the launching process."""
         from lightning_ntp.nvml import NvmlSource
 
-        nvml = [NvmlSource(self.interval)] if self.nvml else []
+        nvml = [NvmlSource(self.interval, renew=_TIMES_RENEW * self.interval)] if self.nvml else []
         limits = Limits(quiet=self.quiet)
         return HealthWatch([*nvml, *self.sources], SeverityTable(self.rules), limits, self.gpus, self.interval)
 
