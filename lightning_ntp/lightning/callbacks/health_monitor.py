@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ class HealthMonitor(Callback):
         ValueError: If another argument is.
     """
 
-    ntp_own_attributes = ("_next_try", "_note", "_answers")
+    ntp_own_attributes = ("_next_try", "_directory", "_note", "_answers")
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class HealthMonitor(Callback):
         self.interval, self.quiet = float(interval), float(quiet)
         SeverityTable(rules)  # a mistake is told where it was made
         self._next_try = 0.0
+        self._directory: Path | None = None
+        """The job's, in its ranks."""
         self._note: Path | None = None
         self._answers: Path | None = None
         self._read = 0
@@ -97,7 +100,7 @@ class HealthMonitor(Callback):
         if not hasattr(trainer.strategy, "drain"):
             log.warning('HealthMonitor does nothing here: it takes Trainer(strategy="ntp"), whose ranks can leave')
             return
-        directory = _job_directory()
+        directory = self._directory = RankIdentity.from_environ().job_dir if is_rank() else None
         if directory is None:
             return
         slot = RankIdentity.from_environ().slot
@@ -114,7 +117,7 @@ class HealthMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        directory, every = _job_directory(), trainer.log_every_n_steps  # type: ignore[attr-defined]
+        directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
         if directory is not None and trainer.is_global_zero and every and trainer.global_step % every == 0:
             _log_metrics(trainer, directory)
 
@@ -150,7 +153,7 @@ class HealthMonitor(Callback):
 
     def _carry(self, trainer: Trainer) -> None:
         """Carry verdicts into the run's events and loggers. All ranks read them, so that any can become rank 0."""
-        directory = _job_directory()
+        directory = self._directory
         if directory is None:
             return
         path = jobs.health_log(directory)
@@ -206,9 +209,9 @@ def device_uuid(index: int) -> str:
     """UUID of a CUDA device as the driver writes it; of a MIG instance, its own."""
     import torch
 
+    # torch gives the digits alone, for both kinds
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].strip().startswith("MIG-"):
+        return visible[index].strip()
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-
-
-def _job_directory() -> Path | None:
-    return RankIdentity.from_environ().job_dir if is_rank() else None
