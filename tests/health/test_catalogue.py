@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+import lightning_ntp.health
 from lightning_ntp.health import Action, Finding, SeverityTable
 from lightning_ntp.health.rules import _OF_CATALOGUE, _XIDS, catalogue
 
@@ -17,7 +21,7 @@ XIDS = {
     **dict.fromkeys([63, 154, 13, 31, 43, 45, 68], LOG),
 }
 SIGNALS: dict[tuple[str, int | None], Action] = {
-    **{("recovery_action", code): DRAIN for code in (1, 2, 3, 4)},
+    **{("recovery_action", code): DRAIN for code in range(1, 8)},
     ("recovery_action", 0): LOG,
     ("temperature_margin", None): DRAIN,
     ("row_remap_failure", None): DRAIN,
@@ -66,3 +70,11 @@ def test_nobody_leaves_for_what_the_program_may_have_done() -> None:
 def test_the_device_of_a_contained_error_is_as_good_as_before() -> None:
     assert SeverityTable().rule(Finding("xid", "", GPU, code=94)).passes
     assert not SeverityTable().rule(Finding("xid", "", GPU, code=79)).passes
+
+
+def test_nothing_prints_but_through_the_log_and_the_console() -> None:
+    files = sorted(Path(lightning_ntp.health.__path__[0]).rglob("*.py"))
+    assert len(files) > 10
+    calls = [(file.name, node) for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    prints = [name for name, node in calls if isinstance(node, ast.Call) and ast.unparse(node.func) == "print"]
+    assert prints == []
