@@ -22,6 +22,8 @@ __all__ = ["CATALOGUE", "OF_OTHERS", "OverrideError", "Rule", "SeverityTable", "
 
 CATALOGUE = "xid_catalog_2025-10-29.tsv"
 _MINUTE = 60.0
+_ALL_LOOKED, _TOGETHER = 1.5, 0.2
+"""Seconds in which all devices were looked at, or have had their events: all at once are not lost, the driver is."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,9 @@ _SIGNALS: dict[str, Rule] = {
     "thermal_slowdown": Rule(Action.SUSPECT, "slowed down by heat", hold=_MINUTE),
     "power_brake": Rule(Action.SUSPECT, "slowed down by the power supply", hold=_MINUTE),
     "pcie_replays": Rule(Action.LOG, "transfers over PCIe were repeated"),
-    "gpu_lost": Rule(Action.DEAD, "the device is lost"),
-    "reset_required": Rule(Action.DEAD, "the device does nothing before it is reset"),
-    "gpu_unavailable": Rule(Action.DEAD, "the device is not available any more"),
+    "gpu_lost": Rule(Action.DEAD, "the device is lost", hold=_ALL_LOOKED),
+    "reset_required": Rule(Action.DEAD, "the device does nothing before it is reset", hold=_ALL_LOOKED),
+    "gpu_unavailable": Rule(Action.DEAD, "the device is not available any more", hold=_TOGETHER),
     "nvml_error": Rule(Action.SUSPECT, "the driver answers with errors"),
     "stalled": Rule(Action.SUSPECT, "the driver does not answer"),
     # of the other sources

@@ -270,6 +270,11 @@ class Verdicts:
         text = f"{occasion.times} times within {occasion.seconds:.0f} s, on this device alone"
         return self._decide(where, condition, now, text)
 
+    def _may_end(self) -> set[int]:
+        """Slots of whose device something is known that ends their rank, unless it is over soon."""
+        bad = [w for (w, _), each in self._conditions.items() if each.over is None and each.rule.action is Action.DEAD]
+        return {slot for where in bad for slot in self._places.slots(where)}
+
     def _not_everybody(self, verdicts: list[Verdict], leaving: Mapping[int, Action]) -> list[Verdict]:
         """All devices at once do not fail: then it is the driver, or the machine, and killing helps nobody.
 
@@ -279,7 +284,7 @@ class Verdicts:
         """
         ends = (Action.RESTART, Action.DEAD)
         ending = {verdict.slot for verdict in verdicts if verdict.action in ends}
-        if not self._places.live <= ending | self._ending:
+        if not self._places.live <= ending | self._ending | self._may_end():
             self._ending |= ending
             return verdicts
         judged = []

@@ -94,7 +94,9 @@ class HealthWatch:
     def begin(self, job_dir: Path) -> None:
         self._directory = job_dir
         self._verdicts.place(self._devices)
-        job = WatchedJob(job_dir, lambda: dict(self._devices), lambda: sorted(self._live), self._over.is_set)
+        job = WatchedJob(
+            job_dir, lambda: dict(self._devices), lambda: sorted(self._live), self._over.is_set, self._replicas
+        )
         self._listeners = [Listener(source, job, self._interval, self._heard.set) for source in self._sources]
         self._thread = threading.Thread(target=self._run, name="ntp-health", daemon=True)
         self._thread.start()
@@ -167,6 +169,16 @@ class HealthWatch:
         if now >= self._next_state or verdicts:
             self._next_state = now + _STATE_SECONDS
             jobs.write_whole(jobs.health_state(self._directory), json.dumps(self._state()))
+
+    def _replicas(self) -> dict[int, int]:
+        """As rank 0 has said it last."""
+        try:
+            layout = json.loads(jobs.layout_note(self._directory).read_text(encoding="utf-8"))["replicas"]
+        except (OSError, ValueError):  # it has not yet
+            return {}
+        return {
+            slot: number for number, replica in enumerate(layout) for slot in replica.values() if slot in self._live
+        }
 
     def _follow_devices(self) -> None:
         if self._gpus:

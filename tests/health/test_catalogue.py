@@ -47,7 +47,8 @@ def test_the_action_of_an_xid(code: int, action: Action) -> None:
 @pytest.mark.parametrize(("key", "action"), SIGNALS.items())
 def test_the_action_of_a_signal(key: tuple[str, int | None], action: Action) -> None:
     rule = SeverityTable().rule(Finding(key[0], "", GPU, code=key[1]))
-    assert (rule.action, rule.hold) == (action, 60.0 if key[0] == "temperature_margin" else 0.0)
+    holds = {"temperature_margin": 60.0, "gpu_lost": 1.5, "reset_required": 1.5, "gpu_unavailable": 0.2}
+    assert (rule.action, rule.hold) == (action, holds.get(key[0], 0.0))
 
 
 def test_every_row_of_the_catalogue_has_a_rule_and_a_reason() -> None:

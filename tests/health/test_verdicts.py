@@ -158,7 +158,8 @@ def test_a_break_within_one_batch_is_a_break() -> None:
 
 def test_what_is_over_before_it_is_judged_was_there() -> None:
     judge = Judge()
-    assert judge.hear(level("gpu_lost"), level("gpu_lost", over=True), healthy()) == [(Action.DEAD, 0)]
+    said = judge.hear(level("sram_threshold"), level("sram_threshold", over=True), healthy())
+    assert said == [(Action.DRAIN, 0)]
 
 
 def test_a_device_that_is_known_late_is_judged_when_it_is_known() -> None:
@@ -411,11 +412,21 @@ def test_a_finding_that_comes_with_a_check_is_newer() -> None:
 @pytest.mark.parametrize("finding", [lambda s: xid(79, s), lambda s: level("gpu_lost", s), lambda s: xid(94, s)])
 def test_all_at_once_ends_nobody(finding: Any) -> None:
     judge = Judge()
-    assert judge.hear(*map(finding, range(4))) == [(Action.SUSPECT, slot) for slot in range(4)]
+    said = judge.hear(*map(finding, range(4))) or judge.hear(after=2.0)
+    assert said == [(Action.SUSPECT, slot) for slot in range(4)]
     assert all("nobody would be left" in verdict.text for verdict in judge.said)
     assert judge.hear(*map(finding, range(4)), after=1.0) == []
     judge.leave(0)
     assert not judge.verdicts.sent_away(0)
+
+
+def test_all_that_are_lost_one_after_the_other_within_a_look_are_lost_at_once() -> None:
+    judge = Judge()
+    for slot in range(4):
+        assert judge.hear(level("gpu_lost", slot), after=0.3) == []
+    while len(judge.said) < 4:
+        judge.hear(after=0.1)
+    assert {(verdict.action, verdict.slot) for verdict in judge.said} == {(Action.SUSPECT, slot) for slot in range(4)}
 
 
 def test_the_last_ones_go_on() -> None:
@@ -434,7 +445,7 @@ def test_who_is_leaving_is_still_leaving_when_all_fail() -> None:
 
 def test_one_reason_is_enough() -> None:
     judge = Judge()
-    said = judge.hear(xid(79), xid(95), level("gpu_lost"), level("maintenance"))
+    said = judge.hear(xid(79), xid(95), level("sram_threshold"), level("maintenance"))
     assert Counter(said) == {(Action.DEAD, 0): 1, (Action.LOG, 0): 3}
 
 

@@ -82,7 +82,7 @@ class Strikes(Callback):
                 wait_for(strike["until"], strike.get("patience", _PATIENCE_SECONDS))
             elif strike["slot"] == slot():
                 self._done.add(number)
-                self._calls[strike["call"]](**strike["arguments"])
+                self._calls[strike["call"]](*strike.get("values", ()), **strike.get("arguments", {}))
 
 
 def verdicts(directory: Path | None = None) -> list[dict[str, Any]]:
@@ -135,6 +135,7 @@ class Watched(Automatic):
         calls: dict[str, Callable[..., Any]] = {
             "tell": partial(tell, Path(directory, "told")),
             "gpu": on_gpu,
+            "sleep": time.sleep,
             "status": partial(note_status, Path(directory, "status.txt")),
         }
         return [Strikes(Path(directory, "strikes.json"), calls), HealthMonitor(nvml=False, gpus=GPUS[:4])]

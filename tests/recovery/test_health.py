@@ -11,6 +11,7 @@ import pytest
 
 from lightning_ntp.callbacks import HealthMonitor
 from lightning_ntp.engine.events import read_events
+from lightning_ntp.health import FileSource, StragglerSource
 from tests.health.watched import GPUS, Told
 from tests.recovery.jobs import Job, Worlds
 from tests.recovery.rejoining import returns
@@ -45,8 +46,8 @@ def watched(
     """Run the job and compare it with the undisturbed one; also its events about health."""
     (directory / "job").mkdir(parents=True)
     (directory / "job" / "strikes.json").write_text(json.dumps(strikes))
-    told = [Told(directory / "job" / "told")]
     settings: dict[str, Any] = {"nvml": False, "quiet": 0.5, **(monitor or {})}
+    told = [Told(directory / "job" / "told"), *settings.pop("sources", ())]
     made = HealthMonitor(sources=told, gpus=GPUS[: sum(job.degrees)], **settings)
     got = returns(supervising, world, job, waits, directory, monitor=made, **options)
     path = got.directory / "rows" / "events.jsonl"
@@ -129,3 +130,26 @@ def test_a_slot_comes_back_when_its_device_has_passed_its_check(
     )
     assert "slot 3 left" in got.output and "slot 3 joined" in got.output
     assert "slot 3 is not started again yet: " in got.output
+
+
+def test_a_rank_that_is_slower_than_its_peers_is_suspected(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path
+) -> None:
+    slow = [{"step": step, "slot": 3, "phase": "backward", "call": "sleep", "values": [0.1]} for step in range(2, 24)]
+    monitor = {"sources": [StragglerSource(factor=1.5, steps=4, interval=0.05)]}
+    job = Job((2, 2), module=JOB.module, epochs=6)
+    got, events = watched(supervising, world, tmp_path, [*slow, until(22, "suspect")], job, monitor=monitor, **STAY)
+    assert (3, "suspect", "straggler") in {(event["slot"], event["action"], event["signal"]) for event in events}
+    assert "the median of its replica" in got.output
+
+
+def test_what_a_cluster_manager_writes_into_a_file_is_done(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path
+) -> None:
+    notices = tmp_path / "notices"
+    notices.write_text("slot 2 drain maintenance at 18:00\n")
+    monitor = {"sources": [FileSource(notices, interval=0.05)]}
+    got, events = watched(
+        supervising, world, tmp_path, [until(2, "drain")], monitor=monitor, degrees=(2, 1), there={0, 1, 3}, **STAY
+    )
+    assert "slot 2 left (maintenance: maintenance at 18:00)" in got.output
