@@ -45,8 +45,8 @@ class NvmlSource:
 
     def __init__(self, interval: float = 1.0, stall: float = 5.0, renew: float = 5.0) -> None:
         for name, seconds in (("interval", interval), ("stall", stall), ("renew", renew)):
-            if not 0 < seconds <= 3600:
-                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, up to 3600")
+            if not 0 < seconds <= 86400:
+                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, up to 86400")
         self._interval, self._stall, self._renew = float(interval), float(stall), float(renew)
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
