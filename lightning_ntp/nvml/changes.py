@@ -11,6 +11,7 @@ from lightning_ntp.health.findings import Finding
 from lightning_ntp.health.verdicts import HEALTHY
 from lightning_ntp.nvml.errors import CallError, Kind
 from lightning_ntp.nvml.fabric import fabric_ills
+from lightning_ntp.nvml.protocol import UNAVAILABLE
 from lightning_ntp.nvml.reader import Poll
 from lightning_ntp.nvml.readings import Reading
 
@@ -70,7 +71,7 @@ class Changes:
 
     def unavailable(self) -> None:
         """The driver has said that the device is not available, and it was told."""
-        self._standing.add(("gpu_unavailable", None))
+        self._standing.add((UNAVAILABLE, None))
 
     def see(self, poll: Poll, now: float | None = None) -> list[Finding]:
         """What a look has shown.
@@ -135,7 +136,7 @@ class Changes:
             yield from self._level("gpu_lost", kind is Kind.LOST, str(poll.lost))
             yield from self._level("reset_required", kind is Kind.RESET, str(poll.lost))
         elif poll.complete:
-            for signal in ("gpu_lost", "reset_required", "gpu_unavailable"):
+            for signal in ("gpu_lost", "reset_required", UNAVAILABLE):
                 yield from self._end(signal)
 
     def _see_errors(self, poll: Poll) -> Iterator[Finding]:

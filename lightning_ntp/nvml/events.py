@@ -18,7 +18,7 @@ from lightning_ntp.health.findings import Finding
 from lightning_ntp.nvml.errors import NOT_FOUND, CallError, Kind
 from lightning_ntp.nvml.library import Library, Renewed
 from lightning_ntp.nvml.poller import Poller
-from lightning_ntp.nvml.protocol import Outlet
+from lightning_ntp.nvml.protocol import UNAVAILABLE, Outlet
 
 WAIT = "nvmlEventSetWait"
 _WAIT_MILLISECONDS = 500
@@ -40,6 +40,7 @@ _LOOK = (
 )
 """Events that say no more than that there is something to read."""
 WANTED = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeGpuUnavailableError | _LOOK | sum(_MEMORY)
+"""What matters to training: not changes of clocks, of performance states and of MIG, and not what was corrected."""
 
 
 @dataclass
@@ -184,10 +185,10 @@ class Events(threading.Thread):
                     self._outlet.find(Finding("xid", "the driver has reported it", gpu, code=data))
                 elif kind == nvml.nvmlEventTypeGpuUnavailableError:
                     text = "the driver says that the device is not available"
-                    self._outlet.find(Finding("gpu_unavailable", text, gpu))
+                    self._outlet.find(Finding(UNAVAILABLE, text, gpu))
+                    poller.unavailable()
                 elif kind in _MEMORY:
                     self._outlet.find(Finding("ecc_uncorrected", f"{_MEMORY[kind]}, says the driver", gpu))
-            if kind == nvml.nvmlEventTypeGpuUnavailableError:
-                poller.unavailable()
-            elif kind != nvml.nvmlEventTypeXidCriticalError or data == _RECOVERY_ACTION_CHANGED:
+            is_xid = kind == nvml.nvmlEventTypeXidCriticalError
+            if data == _RECOVERY_ACTION_CHANGED if is_xid else kind != nvml.nvmlEventTypeGpuUnavailableError:
                 poller.poke()

@@ -63,7 +63,7 @@ class Poller(threading.Thread):
         self._events += 1
 
     def unavailable(self) -> None:
-        """The driver has said that the device is not available."""
+        """It is told that the device is not available. Under the outlet's lock."""
         self._unavailable.set()
         self._wake.set()
 
@@ -113,6 +113,8 @@ class Poller(threading.Thread):
         with self._outlet.lock:
             if healthy is not None and events == self._events:
                 findings.append(healthy)
+            if self._unavailable.is_set():  # told since this look began: the next one goes by it, here or elsewhere
+                self._changes.unavailable()
             # in one message: who goes on from here in another process has told all of them, or none
             self._outlet.send(findings=[*map(finding_to_message, findings)], look=self._changes.memory())
 

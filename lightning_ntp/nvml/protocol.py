@@ -25,6 +25,9 @@ from typing import Any
 
 from lightning_ntp.health.findings import Finding
 
+UNAVAILABLE = "gpu_unavailable"
+"""Signal of the one condition that begins with an event and ends with a look."""
+
 
 def finding_to_message(finding: Finding) -> dict[str, Any]:
     message: dict[str, Any] = {"signal": finding.signal, "text": finding.text, "gpu": finding.gpu}

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_ntp.health.findings import Finding, WatchedJob
 from lightning_ntp.nvml.child import Child, ChildGone
 from lightning_ntp.nvml.inventory import find
-from lightning_ntp.nvml.protocol import finding_from_message
+from lightning_ntp.nvml.protocol import UNAVAILABLE, finding_from_message
 from lightning_ntp.nvml.readings import Reading
 from lightning_ntp.nvml.stalls import Stalls
 
@@ -45,8 +45,8 @@ class NvmlSource:
 
     def __init__(self, interval: float = 1.0, stall: float = 5.0, renew: float = 5.0) -> None:
         for name, seconds in (("interval", interval), ("stall", stall), ("renew", renew)):
-            if not 0 < seconds <= 3600:
-                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, up to 3600")
+            if not 0 < seconds <= 86400:
+                raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, up to 86400")
         self._interval, self._stall, self._renew = float(interval), float(stall), float(renew)
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = {}
@@ -137,8 +137,12 @@ class NvmlSource:
             with self._lock:
                 self._known[reading.gpu], self._readings[reading.gpu] = message["look"], reading
             yield from stalls.looked(reading.gpu)
-        for finding in message.get("findings", ()):
-            yield finding_from_message(finding)
+        for each in message.get("findings", ()):
+            finding = finding_from_message(each)
+            if finding.signal == UNAVAILABLE and not finding.clears:  # an event: no look knows of it yet
+                standing = self._known.setdefault(finding.gpu, {}).setdefault("standing", [])
+                standing += [[UNAVAILABLE, None]] if [UNAVAILABLE, None] not in standing else []
+            yield finding
         if "heartbeat" in message:
             yield from stalls.heard(message["calls"], watched, time.monotonic())
         elif "note" in message:

@@ -80,5 +80,5 @@ def test_importing_the_room_brings_in_no_pynvml() -> None:
 
 @pytest.mark.parametrize("arguments", [{"interval": 0}, {"stall": -1.0}, {"renew": 1e9}, {"interval": float("nan")}])
 def test_numbers_that_are_none_of_seconds_are_refused(arguments: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be a number of seconds above 0, up to 3600"):
+    with pytest.raises(ValueError, match="must be a number of seconds above 0, up to 86400"):
         NvmlSource(**arguments)

@@ -155,6 +155,18 @@ def test_a_killed_process_comes_back_and_knows_what_was_told(
     assert warnings() == ["the process that asks NVIDIA's driver is started again: it was killed (SIGKILL)"]
 
 
+def test_a_process_that_dies_after_an_event_leaves_no_condition_without_an_end(
+    nvml: MockNvml, uuids: list[str]
+) -> None:
+    source = NvmlSource(interval=0.1, renew=600.0)  # so that it does not end it itself
+    with listening(source, {0: uuids[0]}) as ears:
+        ears.wait_for_events(nvml, uuids[0])
+        nvml.push_event(0, pynvml.nvmlEventTypeGpuUnavailableError)
+        ears.wait_for("gpu_unavailable", uuids[0])
+        os.kill(ears.pid(), signal.SIGKILL)
+        ears.wait_for("gpu_unavailable", uuids[0], clears=True)
+
+
 # ---- ends -----------------------------------------------------------------------------------------------------
 
 
