@@ -79,7 +79,7 @@ class Strikes(Callback):
                 continue
             if "until" in strike:
                 self._done.add(number)
-                wait_for(strike["until"], strike.get("patience", _PATIENCE_SECONDS))
+                wait_for(strike["until"], strike.get("patience", _PATIENCE_SECONDS), strike.get("code"))
             elif strike["slot"] == slot():
                 self._done.add(number)
                 self._calls[strike["call"]](*strike.get("values", ()), **strike.get("arguments", {}))
@@ -94,11 +94,11 @@ def verdicts(directory: Path | None = None) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def wait_for(actions: Iterable[str], seconds: float) -> None:
-    """Until there is a verdict of each of these kinds."""
+def wait_for(actions: Iterable[str], seconds: float, code: int | None = None) -> None:
+    """Until there is a verdict of each of these kinds, about this code if one is given."""
     deadline, missing = time.monotonic() + seconds, set(actions)
     while missing:
-        missing -= {entry["action"] for entry in verdicts()}
+        missing -= {entry["action"] for entry in verdicts() if code in (None, entry.get("code"))}
         assert time.monotonic() < deadline, f"no verdict {sorted(missing)}: {verdicts()}"
         time.sleep(0.005)
 
@@ -111,6 +111,10 @@ def on_gpu(what: str, gpu: int | None, **arguments: Any) -> None:
             mock.set(gpu, **arguments)
         elif what == "fail_all":
             mock.fail_all(arguments["code"], gpu)
+        elif what == "flap":
+            for number in range(arguments["times"]):
+                mock.set(gpu, recovery_action=number % 2)
+                time.sleep(0.0005)
         else:
             getattr(mock, what)(**({} if gpu is None else {"gpu": gpu}), **arguments)
     finally:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from lightning_ntp.callbacks import HealthMonitor
+from lightning_ntp.health import Action, SeverityTable
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
 from tests.recovery.jobs import Worlds
@@ -176,9 +178,58 @@ def test_all_devices_lost_at_once_end_nobody(
     assert "dead" not in {event["action"] for event in events}, got.output
 
 
+_ROWS = {int(key[4:]): rule for key, rule in SeverityTable().rows() if key.startswith("xid.") and key[4:].isdecimal()}
+_MILD = [code for code, rule in _ROWS.items() if rule.action <= Action.SUSPECT]
+_GRAVE = [code for code, rule in _ROWS.items() if rule.action > Action.SUSPECT]
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("xid", _GRAVE)
+def test_each_row_of_the_table_that_sends_a_slot_away(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml, xid: int
+) -> None:
+    action = str(_ROWS[xid].action)
+    strikes = [befalls(2, 3, "push_xid", xid=xid), until(4, action)]
+    _, events = run(supervising, world, tmp_path, nvml, strikes, degrees=(2, 1), there={0, 1, 2})
+    assert actions(events) == [(3, action)]
+
+
+@pytest.mark.chaos
+def test_all_other_rows_of_the_table(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
+) -> None:
+    strikes = [befalls(2, 3, "push_xid", xid=xid) for xid in _MILD]
+    last = [befalls(3, 3, "push_xid", xid=1000), {**until(6, "suspect"), "code": 1000}]
+    _, events = run(supervising, world, tmp_path, nvml, [*strikes, *last])
+    said = {event["code"]: event["action"] for event in events if event["signal"] == "xid" and event["code"] < 1000}
+    assert said == {code: str(_ROWS[code].action) for code in _MILD}
+
+
+def test_a_signal_that_flaps_a_thousand_times_sends_its_slot_away_once(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
+) -> None:
+    strikes = [
+        *(befalls(2, 3, "flap", times=1000), until(4, "drain")),
+        *(
+            {"step": step, "slot": 0, "call": "gpu", "arguments": {"what": "flap", "gpu": 3, "times": 100}}
+            for step in (5, 6)
+        ),
+    ]
+    got, events = run(
+        supervising, world, tmp_path, nvml, strikes, {"interval": 0.01}, degrees=(2, 1), there={0, 1, 2}, max_restarts=3
+    )
+    assert [each for each in actions(events) if each[1] != "suspect"] == [(3, "drain")], got.output
+
+
+def test_devices_that_the_driver_does_not_have_are_an_error_at_the_start(nvml: MockNvml) -> None:
+    monitor = HealthMonitor(gpus=[*GPUS[:3], "GPU-ffffffff-0000-0000-0000-000000000000"])
+    with pytest.raises(ValueError, match="gpus names GPU-ffffffff-.*, which the driver of this machine does not have"):
+        monitor.device_watch().check(4)
+
+
 def test_without_a_driver_training_goes_on(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
 ) -> None:
     nvml.set(init_error=9)  # NVML_ERROR_DRIVER_NOT_LOADED
-    got, events = run(supervising, world, tmp_path, nvml, [])
+    got, events = run(supervising, world, tmp_path, nvml, [{"step": 2, "slot": 0, "call": "sleep", "values": [3.0]}])
     assert "health of GPUs is not watched" in got.output and not events
