@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, wait_until
+from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, report
 from lightning_ntp.launch.jobs import leave_reason
 
 
@@ -28,11 +28,7 @@ def main(args: Sequence[str] | None = None) -> None:
     os.kill(pid, signal.SIGTERM)
     print(f"slot {options.slot} (pid {pid}) of job {job.name} was asked to leave: it goes in one of the next training")
     print("steps, or at once if the job is not training now, which costs no more than a loss")
-    if not options.wait:
-        return
-    if not wait_until(job, lambda now: options.slot not in now.pids, options.wait):
-        parser.exit(1, f"slot {options.slot} has not left within {options.wait:g} s\n")
-    print(f"slot {options.slot} has left")
+    report(parser, job, options, lambda now: options.slot not in now.pids, "left")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -46,6 +46,25 @@ def refuse(parser: argparse.ArgumentParser, why: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: error: {why}\n")
 
 
+def report(
+    parser: argparse.ArgumentParser,
+    job: RunningJob,
+    options: argparse.Namespace,
+    done: Callable[[RunningJob], bool],
+    what: str,
+) -> None:
+    """Wait as long as ``--wait`` says, and say what has come of it.
+
+    Raises:
+        SystemExit: With status 1 if nothing has.
+    """
+    if not options.wait:
+        return
+    if not wait_until(job, done, options.wait):
+        parser.exit(1, f"slot {options.slot} has not {what} within {options.wait:g} s\n")
+    print(f"slot {options.slot} has {what}")
+
+
 def wait_until(job: RunningJob, done: Callable[[RunningJob], bool], seconds: float) -> bool:
     """Whether ``done`` holds of the job within so many seconds. A job that has ended has no ranks."""
     deadline = time.monotonic() + seconds

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, wait_until
+from lightning_ntp.commands.jobs import add_arguments, chosen_job, refuse, report
 from lightning_ntp.launch.jobs import restart_demand
 
 
@@ -25,11 +25,7 @@ def main(args: Sequence[str] | None = None) -> None:
         refuse(parser, f"slot {slot} of job {job.name} is alive (pid {job.pids[slot]}); drain it first to replace it")
     restart_demand(job.directory, slot).touch()
     print(f"slot {slot} of job {job.name} is to be started again; what comes of it is told by the job, on its stderr")
-    if not options.wait:
-        return
-    if not wait_until(job, lambda now: slot in now.pids, options.wait):
-        parser.exit(1, f"slot {slot} has not started within {options.wait:g} s\n")
-    print(f"slot {slot} has started")
+    report(parser, job, options, lambda now: slot in now.pids, "started")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import Literal, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from lightning_ntp.lightning.model_plan import plan_of
-from lightning_ntp.parallel import TensorParallelContext, parallelize
+from lightning_ntp.parallel import Plan, TensorParallelContext, parallelize
 from lightning_ntp.plan import Topology
 
-if TYPE_CHECKING:
-    from lightning_ntp.lightning.strategy import NTPStrategy
+
+class Checked(Protocol):
+    """What there is to check of a strategy."""
+
+    num_nodes: int
+    plan: Plan | None
+    start_method: Literal["popen", "spawn", "fork"]
+
+    @property
+    def accelerator(self) -> Accelerator | None: ...
+
+    @property
+    def degrees(self) -> tuple[int, ...]: ...
 
 
-def check_trainer(strategy: NTPStrategy, layer_sync: LayerSync | None) -> None:
+def check_trainer(strategy: Checked, layer_sync: LayerSync | None) -> None:
     """Check what the Trainer has put together, while it is being made.
 
     Raises:
@@ -42,7 +53,7 @@ def check_trainer(strategy: NTPStrategy, layer_sync: LayerSync | None) -> None:
     Topology.start(strategy.degrees)
 
 
-def check_model(strategy: NTPStrategy, module: LightningModule) -> None:
+def check_model(strategy: Checked, module: LightningModule) -> None:
     """Check that the plan fits the model, as far as the model exists before the ranks start.
 
     A module that builds its layers in ``configure_model`` is checked in the ranks, where all fail alike.
