@@ -208,8 +208,8 @@ def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
 def end_graphs(parameter: nn.Parameter, name: str) -> None:
     """Let a backward pass through a graph that was made of a parameter's present shard fail, and say why.
 
-    Its gradient would be one of other units, of another shape perhaps. Called before the ranks get other shards. Nothing
-    is kept: the node that accumulates gradients is made anew if no graph holds it, and gone at once.
+    Its gradient would be one of other units, of another shape perhaps. Called before the ranks get other shards.
+    Nothing is kept: the node that accumulates gradients is made anew if no graph holds it, and gone at once.
     """
     if not parameter.requires_grad:
         return

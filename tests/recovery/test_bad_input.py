@@ -103,7 +103,10 @@ def test_a_group_that_is_made_again_works(world: Worlds, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("degrees", "change"),
-    [((3,), {"drains": ((0, 2, 2),)}), pytest.param((3, 1), {"faults": ((2, 2, "backward"),)}, marks=pytest.mark.chaos)],
+    [
+        ((3,), {"drains": ((0, 2, 2),)}),
+        pytest.param((3, 1), {"faults": ((2, 2, "backward"),)}, marks=pytest.mark.chaos),
+    ],
 )
 def test_a_graph_that_is_used_across_a_change_is_an_error(
     world: Worlds, degrees: tuple[int, ...], change: dict[str, Any], tmp_path: Path
