@@ -184,6 +184,17 @@ class NeighbourCopies:
         """A member has left as planned, with what it kept: a new copy is due at once."""
         self._next = 0
 
+    def joined(self, step: int) -> None:
+        """A rank has joined, perhaps this one: a new copy is due at once, on all ranks.
+
+        When the last one was made is what a newcomer cannot know, so from here on nobody goes by it.
+
+        Args:
+            step: The steps that are committed.
+        """
+        self.forget("a rank has joined, which has not seen the steps before")
+        self._next, self._taken, self._hurried = 0, step, False
+
     def changed(self, step: int, records: Mapping[int, Mapping[str, Any]]) -> None:
         """The membership has changed: a new copy is due at once, since those that the dead kept are gone.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_ntp.comm.generation import Generation
 from lightning_ntp.comm.wire import Wire, WireEntry, element_width
-from lightning_ntp.parallel import ShardedModel, ShardedParameter, replace_data
+from lightning_ntp.parallel import ShardedModel, ShardedParameter, end_graphs, replace_data
 from lightning_ntp.plan import Exchange, Sharding, Topology, plan_reshard
 
 ShardedState = MutableMapping[Tensor, MutableMapping[str, Any]]
@@ -46,6 +46,7 @@ class _Shard:
             return
         if self.holder is None:
             self.entry.parameter.grad = None
+            end_graphs(self.entry.parameter, self.entry.name)
             replace_data(self.entry.parameter, self.received)
             self.entry.parameter.grad = self.gradient
         else:

@@ -246,9 +246,10 @@ class RecoveryEngine:
     ) -> None:
         before, self._layout = planned.before, planned.after
         if self.copies is not None:
-            self.copies.renew()
             if {*planned.after.slots} - {*before.slots}:
-                self.copies.forget("a rank has joined, which has not seen the steps before")
+                self.copies.joined(self.committed)
+            else:
+                self.copies.renew()
         change = Change(
             before,
             planned.after,

@@ -5,7 +5,7 @@ from lightning_ntp.parallel.blocks import MLP, Attention
 from lightning_ntp.parallel.context import TensorParallelContext
 from lightning_ntp.parallel.dropout import without_dropout
 from lightning_ntp.parallel.named_styles import STYLES
-from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter, replace_data
+from lightning_ntp.parallel.registry import PlanError, ShardedModel, ShardedParameter, end_graphs, replace_data
 from lightning_ntp.parallel.styles import (
     Colwise,
     EmbeddingRowwise,
@@ -31,6 +31,7 @@ __all__ = [
     "ShardedModel",
     "ShardedParameter",
     "TensorParallelContext",
+    "end_graphs",
     "match_plan",
     "parallelize",
     "replace_data",

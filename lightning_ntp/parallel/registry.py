@@ -205,6 +205,25 @@ def replace_data(parameter: nn.Parameter, data: Tensor) -> None:
     parameter.data = data
 
 
+def end_graphs(parameter: nn.Parameter, name: str) -> None:
+    """Let a backward pass through a graph that was made of a parameter's present shard fail, and say why.
+
+    Its gradient would be one of other units, of another shape perhaps. Called before the ranks get other shards.
+    Nothing is kept: the node that accumulates gradients is made anew if no graph holds it, and gone at once.
+    """
+    if not parameter.requires_grad:
+        return
+
+    def refuse(gradients: tuple[Tensor, ...]) -> None:
+        raise RuntimeError(
+            f"a backward pass has come to parameter {name!r} through a graph from before the ranks of this job changed,"
+            " when this rank held another shard of it: a graph cannot be used beyond the step in which it was made;"
+            " detach what is kept"
+        )
+
+    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
+
+
 def _stretches(units: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Maximal runs of consecutive units, as (first unit, number of units)."""
     start = 0

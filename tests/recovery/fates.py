@@ -124,9 +124,13 @@ class WaitsForNewcomers(Callback):
 
     def __init__(self, steps: Iterable[int], patience: float = _PATIENCE_SECONDS, or_go_on: bool = False) -> None:
         self._steps, self._patience, self._or_go_on = set(steps), patience, or_go_on
+        self._waited = -1
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in self._steps:
+        step = trainer.global_step
+        # once: in a later micro-batch of that step somebody may be gone, whom nobody replaces before its end
+        if step in self._steps and step != self._waited:
+            self._waited = step
             try:
                 wait_until_all_stand_by(trainer, self._patience)
             except TimeoutError:

@@ -72,6 +72,20 @@ class Iterating(Automatic):
         raise AssertionError("never called")
 
 
+class UsesAnOldGraph(Automatic):
+    """A term of step 1 is a part of the loss of step 4. It saves no tensors, so updates in between do not matter."""
+
+    term: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output, step = super().training_step(batch, batch_idx), self.trainer.global_step
+        if step == 1:
+            self.term = self.net.mlp.up_proj.weight.sum()
+        if step == 4:
+            output["loss"] = output["loss"] + self.term
+        return output
+
+
 @pytest.mark.parametrize("phase", ["forward", pytest.param("update", marks=pytest.mark.chaos)])
 def test_a_group_held_across_a_loss_is_an_error(world: Worlds, phase: str, tmp_path: Path) -> None:
     result = run(world, Job((2, 2), ((3, 2, phase),), module=f"{__name__}:OwnGroup"), tmp_path)
@@ -85,6 +99,25 @@ def test_a_group_that_is_made_again_works(world: Worlds, tmp_path: Path) -> None
     survives(
         world, Job((2, 2), ((0, 2, "forward"), (3, 4, "vote")), module=f"{__name__}:RenewedGroup"), tmp_path, (1, 1)
     )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "change"),
+    [
+        ((3,), {"drains": ((0, 2, 2),)}),
+        pytest.param((3, 1), {"faults": ((2, 2, "backward"),)}, marks=pytest.mark.chaos),
+    ],
+)
+def test_a_graph_that_is_used_across_a_change_is_an_error(
+    world: Worlds, degrees: tuple[int, ...], change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its gradient would be one of units that the rank does not hold any more."""
+    module = f"{__name__}:UsesAnOldGraph"
+    result = run(world, Job(degrees, module=module, **change), tmp_path)
+    told = "parameter 'net.mlp.up_proj.weight' through a graph from before the ranks of this job changed"
+    for outcome in result.outcomes[:2]:  # another replica hears of it from them
+        assert outcome.state == "raised" and told in outcome.error, outcome
+    assert_returned(run(world, Job(degrees, module=module), tmp_path / "unchanged"), set())
 
 
 def test_a_collective_between_vote_and_update_is_an_error(world: Worlds, tmp_path: Path) -> None:
