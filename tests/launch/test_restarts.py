@@ -437,6 +437,25 @@ def test_the_result_is_that_of_the_lowest_slot_that_saw_the_end(job: Job) -> Non
     assert (outcome.exit_code, outcome.result) == (0, 0), job.lines
 
 
+def test_who_has_not_joined_does_not_speak_for_the_job(job: Job) -> None:
+    """Whoever is back in slot 0 too late holds the values of the start, which are nobody's result."""
+
+    def body(me: RankIdentity, store: Any) -> int:
+        from lightning_ntp.launch.obituary import expect_deaths
+
+        expect_deaths()
+        if me.slot == 0 and not me.joins:
+            die()
+        if me.joins:
+            store.set("speaks", str(is_first_survivor()))
+            return me.slot
+        assert store.get("speaks") == b"False"
+        return me.slot
+
+    outcome = job.run(2, body, max_restarts=1, restart_backoff=SOON)
+    assert (outcome.exit_code, outcome.result) == (0, 1), job.lines
+
+
 SCRIPT = """\
 import os, sys, time
 from datetime import timedelta
