@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.plan import Topology
+from tests.lightning.rigs import assert_same
 from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
 from tests.recovery.jobs import EXACT, Job, Worlds
 from tests.recovery.rejoining import OPTIONS, returns, train_and_return
@@ -71,6 +73,18 @@ def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, 
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(len(change["lost"]), len(change["joined"])) for change in changes][-1] == (0, 0)
     assert changes[-1]["bytes"] and "slots are at their places" in got.output
+
+
+def test_checkpoints_are_saved_around_ranks_that_have_not_joined(
+    supervising: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    """A newcomer holds shards that nobody completes: at the start, and a spare that nobody needed at the end too."""
+    job = Job((2, 2), ((1, 1, "backward"),), module=_OURS + "Saves", strategy={"spares": 1}, epochs=3)
+    got = returns(supervising, world, job, (3,), tmp_path, there={0, 2, 3, 4}, spares=1)
+    assert "Traceback" not in got.output and "has ended before it had joined: exit code 0" in got.output
+    start, end = (torch.load(got.directory / f"{name}.ckpt", weights_only=False) for name in ("start", "end"))
+    assert (start["global_step"], end["global_step"]) == (0, got.first["steps"])
+    assert_same(end["state_dict"], got.first["parameters"], EXACT)
 
 
 IN_TEST = ("accumulation",)
