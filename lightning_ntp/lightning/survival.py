@@ -307,7 +307,14 @@ class Survival:
             raise JobLost(f"{error} ({newest_checkpoint(self._trainer)})") from None
 
     def leave(self, reason: str) -> NoReturn:
-        """Leave the job for good. The others go on; no callback of this rank may run any more."""
+        """Leave the job for good. The others go on; no callback of this rank may run any more.
+
+        Raises:
+            JobLost: If there are no others.
+        """
+        if self._runtime.generation.topology.slots == (self._runtime.slot,):
+            why = f"slot {self._runtime.slot}, the last rank, was told to leave: {reason}"
+            raise JobLost(f"{why} ({newest_checkpoint(self._trainer)})")
         log.warning("slot %d leaves the job: %s", self._runtime.slot, reason)
         runtime.shutdown(reason, others_go_on=True)
         sys.stdout.flush()

@@ -285,6 +285,12 @@ def test_a_job_whose_last_ranks_have_died_has_failed_although_others_had_left_we
     assert job.run(2, body).exit_code == 128 + 9
 
 
+def test_a_job_all_of_whose_ranks_have_left_has_failed(job: Job) -> None:
+    """Two that are told to leave in the same moment do not know of each other."""
+    outcome = job.run(2, lambda me, store: leave(me, store, "the rack is moved"))
+    assert outcome.exit_code == 1 and "All ranks have left as they were told to" in outcome.describe()
+
+
 @pytest.mark.parametrize("how", ["all are through", "one is through", "fails"])
 def test_a_restart_that_is_due_does_not_hold_up_the_end(job: Job, how: str) -> None:
     def body(me: RankIdentity, store: Any) -> None:
