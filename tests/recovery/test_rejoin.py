@@ -65,6 +65,22 @@ def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
     assert changes[0]["step"] == changes[1]["step"]
 
 
+@pytest.mark.parametrize("mode", ["clipping", *chaos("accumulation")])
+def test_a_spare_takes_part_in_a_step_before_which_others_were_done_again(
+    supervising: Supervising, world: Worlds, mode: str, tmp_path: Path
+) -> None:
+    """It joins in the replay, not in the step after: else it would have one batch more than its peers before it."""
+    options: dict[str, Any] = {"epochs": 3, **MODES[mode]}
+    copies = {"spares": 1, "redundancy": "neighbor"}
+    job = Job((3,), ((1, 5, "backward"),), strategy=copies, copy_cost=1e-9, **options)
+    got = returns(
+        supervising, world, job, (5,), tmp_path, bound=BOUNDS.get(mode, EXACT), there={0, 2, 3}, max_restarts=0, spares=1
+    )
+    changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
+    assert [(change["lost"], change["joined"]) for change in changes] == [([1], []), ([], [3])]
+    assert changes[0]["gone_back"] > 0 and changes[0]["step"] == changes[1]["step"]
+
+
 def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, tmp_path: Path) -> None:
     """Both replicas lose a rank, at different indices: who stays behind in the second one takes another index."""
     job = Job((2, 2), ((0, 0, "backward"), (3, 1, "backward")), module="Settles", epochs=3)

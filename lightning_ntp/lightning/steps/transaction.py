@@ -214,12 +214,13 @@ class Transaction:
         before = window.position
 
         def once() -> T:
-            self._stepping = True
+            # steps that are done again lie inside of the one that has lost a rank
+            stepping, self._stepping = self._stepping, True
             try:
                 with self._update_ends():
                     return run()
             finally:
-                self._stepping = False
+                self._stepping = stepping
 
         def may_replay(failure: Failure) -> None:
             if window.position == before:
