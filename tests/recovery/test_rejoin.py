@@ -12,6 +12,7 @@ import torch
 from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.plan import Topology
 from tests.lightning.rigs import assert_same
+from tests.recovery import found_before
 from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
 from tests.recovery.jobs import EXACT, Job, Worlds
 from tests.recovery.rejoining import OPTIONS, returns, train_and_return
@@ -89,6 +90,17 @@ def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, 
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(len(change["lost"]), len(change["joined"])) for change in changes][-1] == (0, 0)
     assert changes[-1]["bytes"] and "slots are at their places" in got.output
+
+
+def test_what_a_script_draws_between_two_fits_is_the_same_in_who_passes_over_the_first(
+    supervising: Supervising, tmp_path: Path
+) -> None:
+    """Its own data are what it trains on in later epochs: others would give its replica wrong gradients, silently."""
+    arguments = [(str(tmp_path / "quiet"), (), (), "draw"), (str(tmp_path / "job"), LOST, (3,), "draw")]
+    want, got = (supervising.run(4, Path(each[0]), found_before.train, *each, **OPTIONS) for each in arguments)
+    assert got.code == want.code == 0, f"{got.cause}\n{got.output}"
+    assert got.output.count(" joined: degrees") == 1 and len(got.survivors) == 4, got.output
+    assert_same(got.survivors, want.survivors, EXACT)
 
 
 def test_checkpoints_are_saved_around_ranks_that_have_not_joined(
