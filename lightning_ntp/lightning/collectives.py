@@ -149,6 +149,6 @@ class ReplicaCollectives:
         repeated between steps.
         """
         transaction = self._check(what)
-        if transaction is not None and transaction.open:
+        if transaction is not None and transaction.inside:
             return operation()
         return self._operations().run(operation, undo)

@@ -237,9 +237,15 @@ class Survival:
         Raises:
             RestartLoop: If the running evaluation loop must begin again.
         """
+        transaction = self.transaction
+        gathers = transaction is not None and transaction.gathers
+        if transaction is not None and gathers:
+            transaction.drop_gathered()
         self._or_leave(self._complete)
-        if self.transaction is not None and self.transaction.redoing:
+        if transaction is not None and transaction.redoing:
             return
+        if transaction is not None and gathers and not self.engine.over:
+            transaction.gather_again(self.evaluation.running if self.evaluation is not None else None)
         if not self.engine.over:
             self.renew(self.engine.committed)
         if self.evaluation is not None:
@@ -287,7 +293,7 @@ class Survival:
             "evaluation": evaluation,
             "progress": progress,
             "loaded": self._loaded(),
-            "open": self.transaction is not None and self.transaction.open and self.can_replay(),
+            "open": self.transaction is not None and self.transaction.inside and self.can_replay(),
             "standby": self._runtime.membership.roster.standby,
         }
 

@@ -1,4 +1,4 @@
-"""Scripts that do something before they train: resume from a checkpoint, look for a learning rate, or draw their data."""
+"""Scripts that do something before they train: resume from a checkpoint, look for a learning rate, or draw data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ class Tuned(Automatic):
 
 
 def train(
-    directory: str, faults: Sequence[tuple[int, int, str]], waits: Sequence[int], before: Literal["resume", "tune", "draw"]
+    directory: str,
+    faults: Sequence[tuple[int, int, str]],
+    waits: Sequence[int],
+    before: Literal["resume", "tune", "draw"],
 ) -> dict[str, Any]:
     """One rank's part, at degrees (2, 2)."""
     from lightning_ntp import NTPStrategy

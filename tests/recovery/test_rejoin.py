@@ -75,7 +75,15 @@ def test_a_spare_takes_part_in_a_step_before_which_others_were_done_again(
     copies = {"spares": 1, "redundancy": "neighbor"}
     job = Job((3,), ((1, 5, "backward"),), strategy=copies, copy_cost=1e-9, **options)
     got = returns(
-        supervising, world, job, (5,), tmp_path, bound=BOUNDS.get(mode, EXACT), there={0, 2, 3}, max_restarts=0, spares=1
+        supervising,
+        world,
+        job,
+        (5,),
+        tmp_path,
+        bound=BOUNDS.get(mode, EXACT),
+        there={0, 2, 3},
+        max_restarts=0,
+        spares=1,
     )
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(change["lost"], change["joined"]) for change in changes] == [([1], []), ([], [3])]
