@@ -24,6 +24,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if options.slot not in job.pids:
         refuse(parser, f"job {job.name} has no slot {options.slot}; it has {sorted(job.pids)}")
     pid = job.pids[options.slot]
+    if len(job.pids) == 1:
+        how = f"to stop the job, send SIGTERM to its launching process (pid {job.supervisor})"
+        refuse(parser, f"slot {options.slot} is the last rank of job {job.name}; {how}")
     leave_reason(job.directory, options.slot).write_text(options.reason)
     os.kill(pid, signal.SIGTERM)
     print(f"slot {options.slot} (pid {pid}) of job {job.name} was asked to leave: it goes in one of the next training")

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning_ntp.launch.environment import SLOT, STORE
 from lightning_ntp.launch.log import RECOVERABLE, Log, left_key
+from lightning_ntp.launch.report import is_newcomer
 from lightning_ntp.plan.membership import Entry
 
 _PATIENCE = timedelta(seconds=5)
@@ -45,7 +46,12 @@ def announce_death(store: Any, uid: str, slot: int, reason: str, log: Log | None
 
 
 def is_first_survivor() -> bool:
-    """In a rank: whether all lower slots are gone for good, so that it speaks for the job."""
+    """In a rank: whether all lower slots are gone for good, so that it speaks for the job.
+
+    A process that was started again and has not joined has no part in what the members have done.
+    """
+    if is_newcomer():
+        return False
     # Not RankIdentity: Lightning's teardown has taken WORLD_SIZE away by then.
     slot = int(os.environ[SLOT])
     if slot == 0:

@@ -78,6 +78,13 @@ def member_mark(directory: Path, uid: str) -> Path:
     return directory / f"member-{uid}"
 
 
+def is_newcomer() -> bool:
+    """Whether this process was started to join the others at work, and has not become a member."""
+    directory = os.environ.get(JOB_DIR)
+    joins = os.environ.get(JOINS) == "1"
+    return joins and not (directory and member_mark(Path(directory), os.environ[UID]).exists())
+
+
 def report(exception: BaseException, alone: bool = False) -> bool:
     """Leave ``exception`` for the supervisor. A later report of the same rank replaces it.
 

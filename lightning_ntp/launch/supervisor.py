@@ -437,10 +437,13 @@ class Supervisor:
         survivors = self._codes.keys() - self._deaths.slots - self._left
         if not survivors or self._failures and all(failure.echo for failure in self._failures):
             self._failures += self._died  # nobody was left to go on, or nobody could
-        cause = find_cause(self._failures)
         for signum, _ in self._relay.due(float("inf")):  # all ranks ended of it before it was this loop's turn
             self._ending.stop(signum, time.monotonic())
         stop = self._ending.stop_signal
+        if not survivors and not self._failures and stop is None:
+            text = "All ranks have left as they were told to, and nobody is there to finish the job."
+            self._failures.append(Failure(-1, text, 1, float("-inf"), signature="deserted"))
+        cause = find_cause(self._failures)
         forced = self._ending.forced or len(self._codes) < self.ranks
         result = None
         if self._call is not None and cause is None and any(self._codes[slot] == 0 for slot in survivors):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_ntp.comm import Generation
+from lightning_ntp.comm import Generation, runtime
 from lightning_ntp.engine import Operations
 from lightning_ntp.lightning.metrics import gather_from_replicas, gather_with_gradient
 
@@ -59,12 +59,18 @@ class ReplicaCollectives:
         self.run(what, attempt, undo)
         return done[0]
 
-    def gather_for_rank_zero(self, gather: Callable[[], T]) -> T:
+    def gather_for_rank_zero(self, gather: Callable[[], dict[str, T]]) -> dict[str, T]:
         """Gather on rank 0, from some ranks; once more if anybody dies before all have done their part.
 
         Args:
             gather: Called on all ranks; leaves everything as it is.
+
+        Returns:
+            On other ranks an empty dict; so too on a newcomer, which is alone with shards that nobody completes.
         """
+        current = runtime.current()
+        if current is not None and current.joining:
+            return {}
         return self.together("gathering for a checkpoint", gather)
 
     def broadcast(self, obj: T, src: int) -> T:
@@ -143,6 +149,6 @@ class ReplicaCollectives:
         repeated between steps.
         """
         transaction = self._check(what)
-        if transaction is not None and transaction.open:
+        if transaction is not None and transaction.inside:
             return operation()
         return self._operations().run(operation, undo)

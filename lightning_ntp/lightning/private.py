@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper, _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -221,6 +222,15 @@ def remember_loops(trainer: Trainer) -> Callable[[], None]:
 
 def _parts(tracker: Any) -> tuple[Any, Any]:
     return tracker.total, tracker.current
+
+
+def without_sync(trainer: Trainer) -> AbstractContextManager[None]:
+    """What the loop runs a micro-batch in that others of its step follow.
+
+    2.6.6: ``_block_parallel_sync_behavior`` of ``_AutomaticOptimization.run``.
+    """
+    strategy = trainer.strategy
+    return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
 
 def enter_training_stage(trainer: Trainer) -> Callable[[], None]:

@@ -983,7 +983,7 @@ class NTPStrategy(ParallelStrategy):
                 text = self.trainer.strategy.repeat(lambda: self.sample(self.prompt))
         """
         survival = self._survival
-        if survival is None or survival.operations.inside or self._transaction is not None and self._transaction.open:
+        if survival is None or survival.operations.inside or self._transaction is not None and self._transaction.inside:
             return act()
         assert self.lightning_module is not None
         recorder = SnapshotRecorder(self.lightning_module.trainer, self.root_device, [survival.rows.remember])

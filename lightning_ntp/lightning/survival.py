@@ -240,9 +240,15 @@ class Survival:
         Raises:
             RestartLoop: If the running evaluation loop must begin again.
         """
+        transaction = self.transaction
+        gathers = transaction is not None and transaction.gathers
+        if transaction is not None and gathers:
+            transaction.drop_gathered()
         self._or_leave(self._complete)
-        if self.transaction is not None and self.transaction.redoing:
+        if transaction is not None and transaction.redoing:
             return
+        if transaction is not None and gathers and not self.engine.over:
+            transaction.gather_again(self.evaluation.running if self.evaluation is not None else None)
         if not self.engine.over:
             self.renew(self.engine.committed)
         if self.evaluation is not None:
@@ -290,7 +296,7 @@ class Survival:
             "evaluation": evaluation,
             "progress": progress,
             "loaded": self._loaded(),
-            "open": self.transaction is not None and self.transaction.open and self.can_replay(),
+            "open": self.transaction is not None and self.transaction.inside and self.can_replay(),
             "standby": self._runtime.membership.roster.standby,
         }
 
@@ -311,7 +317,14 @@ class Survival:
             raise JobLost(f"{error} ({newest_checkpoint(self._trainer)})") from None
 
     def leave(self, reason: str) -> NoReturn:
-        """Leave the job for good. The others go on; no callback of this rank may run any more."""
+        """Leave the job for good. The others go on; no callback of this rank may run any more.
+
+        Raises:
+            JobLost: If there are no others.
+        """
+        if self._runtime.generation.topology.slots == (self._runtime.slot,):
+            why = f"slot {self._runtime.slot}, the last rank, was told to leave: {reason}"
+            raise JobLost(f"{why} ({newest_checkpoint(self._trainer)})")
         log.warning("slot %d leaves the job: %s", self._runtime.slot, reason)
         runtime.shutdown(reason, others_go_on=True)
         sys.stdout.flush()

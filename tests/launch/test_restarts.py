@@ -285,6 +285,12 @@ def test_a_job_whose_last_ranks_have_died_has_failed_although_others_had_left_we
     assert job.run(2, body).exit_code == 128 + 9
 
 
+def test_a_job_all_of_whose_ranks_have_left_has_failed(job: Job) -> None:
+    """Two that are told to leave in the same moment do not know of each other."""
+    outcome = job.run(2, lambda me, store: leave(me, store, "the rack is moved"))
+    assert outcome.exit_code == 1 and "All ranks have left as they were told to" in outcome.describe()
+
+
 @pytest.mark.parametrize("how", ["all are through", "one is through", "fails"])
 def test_a_restart_that_is_due_does_not_hold_up_the_end(job: Job, how: str) -> None:
     def body(me: RankIdentity, store: Any) -> None:
@@ -435,6 +441,25 @@ def test_the_result_is_that_of_the_lowest_slot_that_saw_the_end(job: Job) -> Non
 
     outcome = job.run(2, body, max_restarts=1, restart_backoff=SOON)
     assert (outcome.exit_code, outcome.result) == (0, 0), job.lines
+
+
+def test_who_has_not_joined_does_not_speak_for_the_job(job: Job) -> None:
+    """Whoever is back in slot 0 too late holds the values of the start, which are nobody's result."""
+
+    def body(me: RankIdentity, store: Any) -> int:
+        from lightning_ntp.launch.obituary import expect_deaths
+
+        expect_deaths()
+        if me.slot == 0 and not me.joins:
+            die()
+        if me.joins:
+            store.set("speaks", str(is_first_survivor()))
+            return me.slot
+        assert store.get("speaks") == b"False"
+        return me.slot
+
+    outcome = job.run(2, body, max_restarts=1, restart_backoff=SOON)
+    assert (outcome.exit_code, outcome.result) == (0, 1), job.lines
 
 
 SCRIPT = """\

@@ -1,4 +1,4 @@
-"""Scripts that do something before they train: resume from a checkpoint, or look for a learning rate."""
+"""Scripts that do something before they train: resume from a checkpoint, look for a learning rate, or draw data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.lightning.rigs import EndState, slot
 from tests.recovery.fates import WaitsForNewcomers
 from tests.recovery.jobs import Samples
-from tests.recovery.models import Automatic
+from tests.recovery.models import CONTEXT, HIDDEN, Automatic
 
 
 class Tuned(Automatic):
@@ -25,7 +25,10 @@ class Tuned(Automatic):
 
 
 def train(
-    directory: str, faults: Sequence[tuple[int, int, str]], waits: Sequence[int], before: Literal["resume", "tune"]
+    directory: str,
+    faults: Sequence[tuple[int, int, str]],
+    waits: Sequence[int],
+    before: Literal["resume", "tune", "draw"],
 ) -> dict[str, Any]:
     """One rank's part, at degrees (2, 2)."""
     from lightning_ntp import NTPStrategy
@@ -50,10 +53,13 @@ def train(
             **more,
         )
 
-    if before == "resume":
+    if before in ("resume", "draw"):
         first = trainer(1)
         first.fit(Tuned(), data)
         first.save_checkpoint(checkpoint)
+    if before == "draw":
+        drawn = torch.randn(16, CONTEXT, HIDDEN, dtype=torch.float64)
+        data = DataLoader([(x, x.mean(0)[:2], n) for n, x in enumerate(drawn)], batch_size=2, shuffle=True)
     kills = [{"kind": "kill", "slot": s, "step": step, "phase": phase} for s, step, phase in faults]
     training = trainer(3, callbacks=[end, FaultInjector(kills), WaitsForNewcomers(waits)])
     if before == "tune":

@@ -18,6 +18,7 @@ from tests.lightning.rigs import EndState, assert_same, slot
 from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
 from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Worlds, _module, numbers, undisturbed
 from tests.recovery.models import Automatic
+from tests.recovery.returning_models import Saves
 from tests.recovery.supervised import Supervised, SupervisingProcess, holdings
 
 _SETTLE_SECONDS = 2.0
@@ -77,6 +78,8 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
     )
     make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
     trainer.fit(module, make(job.samples))
+    if isinstance(module, Saves):
+        trainer.save_checkpoint(Path(directory) / "end.ckpt")
     return {
         "losses": ledger.losses,
         "logged": ledger.logged,

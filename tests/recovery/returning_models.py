@@ -120,6 +120,21 @@ class Followed(Automatic):
         return [Follows()]
 
 
+class Saves(Automatic):
+    """Its checkpoints are written when training starts, and after the fit."""
+
+    def extra_callbacks(self, directory: str) -> list[Callback]:
+        return [*super().extra_callbacks(directory), _SavesAtStart(Path(directory))]
+
+
+class _SavesAtStart(Callback):
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self._directory / "start.ckpt")
+
+
 class Dropping(Automatic):
     """Draws random numbers in every forward, outside of regions."""
 

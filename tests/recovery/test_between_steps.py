@@ -87,17 +87,25 @@ JOB = Job((2, 2), module=f"{__name__}:Sampling")
 
 
 @pytest.mark.parametrize(
-    "dies",
+    ("dies", "gathered"),
     [
-        ((3, 2),),
-        pytest.param(((0, LENGTH + 1),), marks=pytest.mark.chaos),
-        pytest.param(((1, 1), (2, 2 * LENGTH)), marks=pytest.mark.chaos),
+        (((3, 2),), 1),
+        # between two micro-batches of a step, which run again too
+        (((3, 2),), 3),
+        pytest.param(((0, LENGTH + 1),), 1, marks=pytest.mark.chaos),
+        pytest.param(((1, 1), (2, 2 * LENGTH)), 1, marks=pytest.mark.chaos),
+        pytest.param(((0, LENGTH + 1),), 3, marks=pytest.mark.chaos),
+        pytest.param(((1, 1), (2, 2 * LENGTH)), 3, marks=pytest.mark.chaos),
+        pytest.param(((1, 1), (2, LENGTH + 1)), 4, marks=pytest.mark.chaos),
     ],
     ids=str,
 )
-def test_what_is_given_to_the_strategy_draws_the_same_again(world: Worlds, dies: Any, tmp_path: Path) -> None:
-    want = undisturbed(world, JOB, tmp_path)
-    got = run(world, replace(JOB, settings={"dies": dies}), tmp_path / "disturbed")
+def test_what_is_given_to_the_strategy_draws_the_same_again(
+    world: Worlds, dies: Any, gathered: int, tmp_path: Path
+) -> None:
+    job = replace(JOB, trainer={"accumulate_grad_batches": gathered}, batches=7) if gathered > 1 else JOB
+    want = undisturbed(world, job, tmp_path)
+    got = run(world, replace(job, settings={"dies": dies}), tmp_path / "disturbed")
     assert_returned(got, {victim for victim, _ in dies})
     for number, found in got.survivors.items():
         assert_same(found["logged"], want.survivors[number]["logged"], EXACT, f"logged in slot {number}")

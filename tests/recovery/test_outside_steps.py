@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_ntp.plan import Topology
 from tests.lightning.rigs import slot
 from tests.recovery.jobs import Worlds
 from tests.recovery.places import PLACES, Death
@@ -45,6 +46,32 @@ MORE = [
 def test_a_kill_outside_of_steps_leaves_no_trace(world: Worlds, death: Death, tmp_path: Path) -> None:
     degrees = (1, 2) if death[0] < 2 else (2, 1)
     survives(world, Script((2, 2), (death,)), tmp_path, degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "redundancy", "death"),
+    [
+        ((2, 2), None, (0, "validation_forward", 4)),
+        pytest.param((2, 2), None, (3, "validation_end", 3), marks=pytest.mark.chaos),
+        pytest.param((2, 2), None, (2, "metric_sync", 4), marks=pytest.mark.chaos),
+        pytest.param((2, 2), None, (1, "validation", 6), marks=pytest.mark.chaos),
+        pytest.param((3, 2), None, (1, "validation_epoch_end", 2), marks=pytest.mark.chaos),
+        pytest.param((3, 2), None, (0, "write", 1), marks=pytest.mark.chaos),
+        pytest.param((3,), "neighbor", (1, "validation_forward", 4), marks=pytest.mark.chaos),
+    ],
+    ids=str,
+)
+def test_a_kill_between_the_micro_batches_of_a_step_leaves_no_trace(
+    world: Worlds, degrees: tuple[int, ...], redundancy: Any, death: Death, tmp_path: Path
+) -> None:
+    """Validation begins when gradients have been gathered of which the dead rank held a part."""
+    settings = (("accumulate_grad_batches", 3), ("val_check_interval", 2))
+    left = degrees_without(degrees, death[0])
+    survives(world, Script(degrees, (death,), batches=5, redundancy=redundancy, trainer=settings), tmp_path, left)
+
+
+def degrees_without(degrees: tuple[int, ...], slot: int) -> tuple[int, ...]:
+    return Topology.start(degrees).lose([slot])[0].degrees
 
 
 @pytest.mark.parametrize(

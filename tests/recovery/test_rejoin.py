@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.plan import Topology
+from tests.lightning.rigs import assert_same
+from tests.recovery import found_before
 from tests.recovery.fates import OF_MEMBERS, ON_THE_WAY, Fate
 from tests.recovery.jobs import EXACT, Job, Worlds
 from tests.recovery.rejoining import OPTIONS, returns, train_and_return
@@ -63,6 +66,30 @@ def test_a_spare_takes_part_in_the_very_step_that_has_lost_a_rank(
     assert changes[0]["step"] == changes[1]["step"]
 
 
+@pytest.mark.parametrize("mode", ["clipping", *chaos("accumulation")])
+def test_a_spare_takes_part_in_a_step_before_which_others_were_done_again(
+    supervising: Supervising, world: Worlds, mode: str, tmp_path: Path
+) -> None:
+    """It joins in the replay, not in the step after: else it would have one batch more than its peers before it."""
+    options: dict[str, Any] = {"epochs": 3, **MODES[mode]}
+    copies = {"spares": 1, "redundancy": "neighbor"}
+    job = Job((3,), ((1, 5, "backward"),), strategy=copies, copy_cost=1e-9, **options)
+    got = returns(
+        supervising,
+        world,
+        job,
+        (5,),
+        tmp_path,
+        bound=BOUNDS.get(mode, EXACT),
+        there={0, 2, 3},
+        max_restarts=0,
+        spares=1,
+    )
+    changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
+    assert [(change["lost"], change["joined"]) for change in changes] == [([1], []), ([], [3])]
+    assert changes[0]["gone_back"] > 0 and changes[0]["step"] == changes[1]["step"]
+
+
 def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, tmp_path: Path) -> None:
     """Both replicas lose a rank, at different indices: who stays behind in the second one takes another index."""
     job = Job((2, 2), ((0, 0, "backward"), (3, 1, "backward")), module="Settles", epochs=3)
@@ -71,6 +98,29 @@ def test_slots_go_back_to_their_places(supervising: Supervising, world: Worlds, 
     changes = [e for e in read_events(got.directory / "rows" / FILE_NAME) if e["event"] == "change"]
     assert [(len(change["lost"]), len(change["joined"])) for change in changes][-1] == (0, 0)
     assert changes[-1]["bytes"] and "slots are at their places" in got.output
+
+
+def test_what_a_script_draws_between_two_fits_is_the_same_in_who_passes_over_the_first(
+    supervising: Supervising, tmp_path: Path
+) -> None:
+    """Its own data are what it trains on in later epochs: others would give its replica wrong gradients, silently."""
+    arguments = [(str(tmp_path / "quiet"), (), (), "draw"), (str(tmp_path / "job"), LOST, (3,), "draw")]
+    want, got = (supervising.run(4, Path(each[0]), found_before.train, *each, **OPTIONS) for each in arguments)
+    assert got.code == want.code == 0, f"{got.cause}\n{got.output}"
+    assert got.output.count(" joined: degrees") == 1 and len(got.survivors) == 4, got.output
+    assert_same(got.survivors, want.survivors, EXACT)
+
+
+def test_checkpoints_are_saved_around_ranks_that_have_not_joined(
+    supervising: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    """A newcomer holds shards that nobody completes: at the start, and a spare that nobody needed at the end too."""
+    job = Job((2, 2), ((1, 1, "backward"),), module=_OURS + "Saves", strategy={"spares": 1}, epochs=3)
+    got = returns(supervising, world, job, (3,), tmp_path, there={0, 2, 3, 4}, spares=1)
+    assert "Traceback" not in got.output and "has ended before it had joined: exit code 0" in got.output
+    start, end = (torch.load(got.directory / f"{name}.ckpt", weights_only=False) for name in ("start", "end"))
+    assert (start["global_step"], end["global_step"]) == (0, got.first["steps"])
+    assert_same(end["state_dict"], got.first["parameters"], EXACT)
 
 
 IN_TEST = ("accumulation",)

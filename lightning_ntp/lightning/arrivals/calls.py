@@ -24,6 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_ntp.comm import runtime
 from lightning_ntp.launch.environment import JOINS, SLOT, STORE
+from lightning_ntp.lightning.arrivals.joined_state import put_random_states, random_states
 from lightning_ntp.lightning.private import is_tuner_exit
 
 log = logging.getLogger("lightning_ntp")
@@ -54,6 +55,7 @@ class Record:
         callbacks: State of the checkpoint callbacks.
         tuned: What finders have found: attributes of callbacks, by their place.
         settings: Numbers that they may have set, of the module or its hyperparameters.
+        random: The random states after it, pickled: what the script draws next, data perhaps, must be the same.
     """
 
     result: Any
@@ -62,6 +64,7 @@ class Record:
     callbacks: dict[str, Any] = field(default_factory=dict)
     tuned: dict[int, dict[str, Any]] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)
+    random: bytes = b""
 
 
 def current() -> int:
@@ -117,8 +120,9 @@ def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
     for place, each in enumerate(trainer.callbacks):  # type: ignore[attr-defined]
         tuned[place] = {name: vars(each)[name] for name in _FOUND if name in vars(each)}
     settings = _settings_of(trainer.lightning_module)
+    drawn = pickle.dumps(random_states(trainer.strategy.root_device))
     for kept in (result, None):
-        record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks, tuned, settings)
+        record = Record(kept, trainer.state, dict(trainer.callback_metrics), callbacks, tuned, settings, drawn)
         try:
             content = pickle.dumps(move_data_to_device(record.__dict__, "cpu"))
         except Exception:  # a result may be anything
@@ -126,7 +130,7 @@ def _leave_record(number: int, result: Any, trainer: Trainer | None) -> None:
         if len(content) <= _LARGEST:
             running.membership.post(key(number), content)
             return
-    running.membership.post(key(number), pickle.dumps(Record(None, trainer.state, {}).__dict__))
+    running.membership.post(key(number), pickle.dumps(Record(None, trainer.state, {}, random=drawn).__dict__))
 
 
 def _settings_of(module: Any) -> dict[str, float]:
@@ -171,4 +175,5 @@ def _pass_over(record: Record, trainer: Trainer | None) -> Any:
         for name, value in record.settings.items():
             if _settings_of(trainer.lightning_module).get(name, value) != value:
                 lightning_setattr(trainer.lightning_module, name, value)
+        put_random_states(pickle.loads(record.random), trainer.strategy.root_device)  # from the job's own store
     return record.result

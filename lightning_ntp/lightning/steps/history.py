@@ -7,7 +7,7 @@ stays where it is: it has seen those steps already, and sees nothing of their se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,7 @@ class History:
         self._began: Restore = lambda: None
         self._known: tuple[Any, ...] | None = None
         self._values = ParameterValues()
-        self._modes: tuple[tuple[bool, ...], tuple[bool, ...]] = ((), ())
+        self._modes: Modes = ((), ())
 
     def begin(self) -> str:
         """A step begins: remember what it finds.
@@ -147,32 +147,10 @@ class History:
             raise RuntimeError(f"the steps after {step} were not all kept: this should be impossible, please report it")
         return found
 
-    @contextmanager
-    def as_then(self, evaluating: private.EvaluationLoop | None) -> Iterator[None]:
-        """While past steps are done again: training goes on as it did, and afterwards all is as it is now.
-
-        Args:
-            evaluating: The evaluation loop that is running, if any.
-        """
-        trainer = self._trainer
+    def as_then(self, evaluating: private.EvaluationLoop | None) -> AbstractContextManager[None]:
+        """While past steps are done again: see :func:`as_then`."""
         changing = self._steps[0].window.changing if self._steps else set()
-        modes = self._remember_modes()
-        stage = private.enter_training_stage(trainer)
-        if evaluating is not None:
-            private.back_to_training_mode(evaluating)
-        with torch.inference_mode(False), torch.enable_grad():
-            now = self._recorder.take()
-            progress = private.remember_loops(trainer)
-            settings = OptimizerSettings(trainer.optimizers, self._schedulers())
-            try:
-                yield
-            finally:
-                now.restore_attributes()
-                now.restore_around(changing)
-                settings.restore()
-                progress()
-                stage()
-                modes()
+        return as_then(self._trainer, self._recorder, changing, evaluating)
 
     def _schedulers(self) -> list[Any]:
         return [config.scheduler for config in self._trainer.lr_scheduler_configs]
@@ -194,19 +172,70 @@ class History:
     def _remember_modes(self) -> Restore:
         """Which modules train (frozen statistics do not), and which parameters."""
         modules = self._recorder.modules or list(self._trainer.lightning_module.modules())
-        parameters = self._parameters()
-        modes, flags = tuple(m.training for m in modules), tuple(p.requires_grad for p in parameters)
-        if (modes, flags) == self._modes:
-            modes, flags = self._modes  # one for many steps
+        modes, flags, restore = remember_modes(modules, self._parameters(), self._modes)
         self._modes = (modes, flags)
-
-        def restore() -> None:
-            for module, training in zip(modules, modes, strict=True):
-                module.training = training
-            for parameter, flag in zip(parameters, flags, strict=True):
-                parameter.requires_grad = flag
-
         return restore
+
+
+Modes = tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+def remember_modes(
+    modules: list[nn.Module], parameters: list[nn.Parameter], known: Modes = ((), ())
+) -> tuple[tuple[bool, ...], tuple[bool, ...], Restore]:
+    """Which modules train, and which parameters.
+
+    Args:
+        modules: All modules.
+        parameters: All parameters.
+        known: What may be the same, to keep one for many steps.
+    """
+    modes, flags = tuple(m.training for m in modules), tuple(p.requires_grad for p in parameters)
+    if (modes, flags) == known:
+        modes, flags = known
+
+    def restore() -> None:
+        for module, training in zip(modules, modes, strict=True):
+            module.training = training
+        for parameter, flag in zip(parameters, flags, strict=True):
+            parameter.requires_grad = flag
+
+    return modes, flags, restore
+
+
+@contextmanager
+def as_then(
+    trainer: Trainer,
+    recorder: SnapshotRecorder,
+    changing: set[BufferSlot],
+    evaluating: private.EvaluationLoop | None,
+) -> Iterator[None]:
+    """While something is done again: training goes on as it did then, and afterwards all is as it is now.
+
+    Args:
+        trainer: The trainer.
+        recorder: Takes snapshots of what steps change.
+        changing: The buffers that are put back.
+        evaluating: The evaluation loop that is running, if any.
+    """
+    module = trainer.lightning_module
+    _, _, modes = remember_modes(recorder.modules or [*module.modules()], recorder.parameters or [*module.parameters()])
+    stage = private.enter_training_stage(trainer)
+    if evaluating is not None:
+        private.back_to_training_mode(evaluating)
+    with torch.inference_mode(False), torch.enable_grad():
+        now = recorder.take()
+        progress = private.remember_loops(trainer)
+        settings = OptimizerSettings(trainer.optimizers, [config.scheduler for config in trainer.lr_scheduler_configs])
+        try:
+            yield
+        finally:
+            now.restore_attributes()
+            now.restore_around(changing)
+            settings.restore()
+            progress()
+            stage()
+            modes()
 
 
 class ParameterValues:

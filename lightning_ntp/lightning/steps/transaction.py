@@ -25,7 +25,7 @@ from lightning_ntp.launch.progress import Tag
 from lightning_ntp.lightning import private
 from lightning_ntp.lightning.steps.attempts import Failure, Unwind, attempt
 from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
-from lightning_ntp.lightning.steps.history import History, Past
+from lightning_ntp.lightning.steps.history import History, Past, as_then
 from lightning_ntp.lightning.steps.manual_state import ManualState
 from lightning_ntp.lightning.steps.registered_state import RegisteredState
 from lightning_ntp.lightning.steps.snapshot import Restore, Snapshot, SnapshotRecorder
@@ -119,7 +119,7 @@ class Transaction:
         """Called in a replay before each micro-batch, with its number in the step, when its start is put back."""
         self.before_replay: Callable[[], None] = lambda: None
         """Called when all survivors are about to replay the step, in their new layout."""
-        self._stepping = False
+        self._stepping = self._working = False
         self.lose_way: Callable[[str], None] = lambda why: None
         """Called when the steps so far cannot be done again."""
         self.redoing = False
@@ -135,8 +135,15 @@ class Transaction:
 
     @property
     def open(self) -> bool:
-        """Whether a step is under way: an interruption now is recovered from by replay."""
+        """Whether a step is under way."""
         return self._window is not None
+
+    @property
+    def inside(self) -> bool:
+        """Whether a micro-batch or an update is under way: an interruption now is recovered from by replay. Between the
+        micro-batches of a step are hooks, and validation perhaps, which go on as they do between steps.
+        """
+        return self._window is not None and (self._working or self._window.manual is not None)
 
     @property
     def at_start(self) -> bool:
@@ -214,12 +221,13 @@ class Transaction:
         before = window.position
 
         def once() -> T:
-            self._stepping = True
+            # steps that are done again lie inside of the one that has lost a rank
+            stepping, self._stepping = self._stepping, True
             try:
                 with self._update_ends():
                     return run()
             finally:
-                self._stepping = False
+                self._stepping = stepping
 
         def may_replay(failure: Failure) -> None:
             if window.position == before:
@@ -260,8 +268,20 @@ class Transaction:
 
     # ---- automatic optimization -------------------------------------------------------------------------------
 
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        working, self._working = self._working, True
+        try:
+            yield
+        finally:
+            self._working = working
+
     def _run_batch(self, optimize: Callable[[int, Closure], None], batch_idx: int, closure: ReplayClosure) -> None:
         """Around everything that happens in the last micro-batch of a window."""
+        with self._work():
+            self._run_last(optimize, batch_idx, closure)
+
+    def _run_last(self, optimize: Callable[[int, Closure], None], batch_idx: int, closure: ReplayClosure) -> None:
         window = self._window_of(closure)
         before = window.position
         restore = private.remember_batch(self._trainer)
@@ -316,7 +336,8 @@ class Transaction:
                 (self.on_gradients if self._stepping else self.on_micro_batch)(result)
             return result
 
-        result = self._until_done(window, once, position)
+        with self._work():
+            result = self._until_done(window, once, position)
         window.position = position + 1
         return result
 
@@ -326,7 +347,7 @@ class Transaction:
             window = self._window = self._begin(Window())
         if closure not in window.closures:
             window.closures.append(closure)
-            if self.history is not None:
+            if self.history is not None or self._trainer.accumulate_grad_batches > 1:
                 closure.progress = private.remember_loops(self._trainer)
         return window
 
@@ -446,7 +467,9 @@ class Transaction:
             entry = window.entries[position]
             assert entry.closure is not None
             self._restore(window, position)
-            result = entry.closure.rerun()
+            # as they ran before, and as ranks do that stand between micro-batches: see `gather_again`
+            with private.without_sync(self._trainer):
+                result = entry.closure.rerun()
             if not self.redoing:
                 self.on_micro_batch(result)
             window.position = position + 1
@@ -525,6 +548,48 @@ class Transaction:
             progress.current().back_to(tag)
         self.history.settle()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients of micro-batches are there that belong to a step under way, with none of them running."""
+        return self._window is not None and not (self.inside or self.redoing)
+
+    def drop_gathered(self) -> None:
+        """A rank was lost between two micro-batches: their gradients are of the layout of then, and not synced yet."""
+        assert self._window is not None
+        self._window.note_changing()
+        self._window.drop_gradients(self._recorder.parameters, self._optimized())
+
+    def gather_again(self, evaluating: private.EvaluationLoop | None = None) -> None:
+        """Run the micro-batches of this step again, in the layout of now. Ranks that were in one replay the same.
+
+        Args:
+            evaluating: The evaluation loop that is running, if any.
+        """
+        window = self._window
+        assert window is not None
+        results, tag = [closure.result for closure in window.closures], progress.current().tag
+
+        def run() -> None:
+            for position, entry in enumerate(window.entries):
+                assert entry.closure is not None
+                window.restore(position)
+                entry.closure.progress()
+                with private.without_sync(self._trainer):
+                    entry.closure.rerun()
+                window.position = position + 1
+
+        self.redoing = window.past = True
+        window.position = 0
+        progress.current().begin(Tag.STEP)
+        try:
+            with as_then(self._trainer, self._recorder, window.changing, evaluating), self._work():
+                self._until_done(window, run, 0)
+        finally:
+            self.redoing = window.past = False
+            progress.current().back_to(tag)
+            for closure, result in zip(window.closures, results, strict=True):
+                closure.result = result
+
     def _redo(self, past: Past) -> None:
         window, manual = past.window, not self._trainer.lightning_module.automatic_optimization
         results = [closure.result for closure in window.closures]
@@ -559,7 +624,8 @@ class Transaction:
         if not manual:  # there gradients may be gathered over several steps
             window.drop_gradients(self._recorder.parameters, self._optimized())
         try:
-            self._until_done(window, run, 0, may_replay)
+            with self._work():
+                self._until_done(window, run, 0, may_replay)
             if self._window is window:
                 self._commit()
         finally:

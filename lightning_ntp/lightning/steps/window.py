@@ -114,7 +114,7 @@ class Window:
     run: Callable[[], Any] | None = None
     """Runs the last micro-batch and the update; in manual optimization the training step."""
     past: bool = False
-    """Whether it was committed before, and is done again because the job went back."""
+    """Whether what is done again lies in the past, and what has come after it stays."""
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Called before every backward."""
@@ -145,11 +145,15 @@ class Window:
         if self.past:
             return  # its snapshots are of earlier layouts; each micro-batch puts back what it needs
         if self.entries:
-            first = self.entries[0].snapshot
-            self.changing |= first.buffers.changed()
-            for entry in self.entries[1:]:
-                self.changing |= first.buffers.differing(entry.snapshot.buffers)
-            first.restore()
+            self.note_changing()
+            self.entries[0].snapshot.restore()
+
+    def note_changing(self) -> None:
+        """Find the buffers that this step changes. Before anything moves."""
+        first = self.entries[0].snapshot
+        self.changing |= first.buffers.changed()
+        for entry in self.entries[1:]:
+            self.changing |= first.buffers.differing(entry.snapshot.buffers)
 
     def restore(self, position: int) -> None:
         """Put back the state from before one micro-batch, in whatever layout parameters have now."""
