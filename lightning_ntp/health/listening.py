@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lightning_ntp.health.conditions import one_line
 from lightning_ntp.health.findings import Finding, HealthSource, WatchedJob
 
 log = logging.getLogger("lightning_ntp")
@@ -92,4 +93,4 @@ class Listener:
     def _say(self, what: str) -> None:
         if what != self._told:
             self._told = what
-            log.warning("the health source %s has raised %s; it is asked again later", self.name, what[:300])
+            log.warning("the health source %s has raised %s; it is asked again later", self.name, one_line(what)[:300])

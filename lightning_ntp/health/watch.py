@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_ntp.health.conditions import one_line
 from lightning_ntp.health.findings import Action, Finding, HealthSource, WatchedJob
 from lightning_ntp.health.listening import Listener
 from lightning_ntp.health.rules import SeverityTable
@@ -270,4 +271,4 @@ class HealthWatch:
 
 
 def _reason(verdict: Verdict) -> str:
-    return f"{verdict.name}: {verdict.finding.text}"
+    return one_line(f"{verdict.name}: {verdict.finding.text}")

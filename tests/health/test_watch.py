@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_ntp.health import Action, Finding, HealthWatch, Limits, SeverityTable, WatchedJob
 from lightning_ntp.launch import jobs
@@ -110,7 +111,7 @@ def test_a_source_that_raises_is_told_once_and_asked_again(
     def unlucky(job: WatchedJob) -> list[Finding]:
         calls.append(len(calls))
         if len(calls) < 4:
-            raise ConnectionError("no route to the cluster manager")
+            raise ConnectionError("no route to\nthe cluster manager")
         return [Finding("external", "hello", slot=0)]
 
     with caplog.at_level(logging.WARNING, "lightning_ntp"):
@@ -130,6 +131,35 @@ def test_a_source_that_yields_nonsense_says_so(
         watching(lambda job: nonsense)
         eventually(lambda: caplog.records)
     assert "has raised TypeError" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"action": "drain"}, "action='drain' is no Action, such as Action.DRAIN"),
+        ({"text": None}, "text=None is no text"),
+        ({"slot": -1, "gpu": b"GPU-0"}, "gpu=b'GPU-0' is no text"),
+        ({"code": "79"}, "TypeError: "),
+        ({"values": {"temperature_c": "hot"}}, "ValueError: could not convert"),
+    ],
+)
+def test_a_finding_of_other_kinds_is_an_error_of_its_source_alone(
+    watching: Callable[..., HealthWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: Any, why: str
+) -> None:
+    given: dict[str, Any] = {"signal": "external", "text": "hello", "slot": 0, **wrong}
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        watching(lambda job: [Finding(**given)], lambda job: [Finding("external", "I am well", slot=1)])
+        eventually(lambda: caplog.records and log(tmp_path))
+    assert why in caplog.records[0].getMessage()
+    assert {entry["slot"] for entry in log(tmp_path)} == {1}
+
+
+def test_what_a_source_measures_and_says_can_be_written(watching: Callable[..., HealthWatch], tmp_path: Path) -> None:
+    said = Finding("maintenance", "at\nnoon\udc80", slot=0, values={"load": torch.tensor(0.5), "fans": True})
+    watching(lambda job: [said])
+    eventually(lambda: jobs.unwell_note(tmp_path, 0).exists())
+    assert jobs.unwell_note(tmp_path, 0).read_text() == "maintenance: at noon?"
+    assert log(tmp_path)[0]["values"] == {"load": 0.5, "fans": 1.0}
 
 
 def test_a_source_that_blocks_holds_up_neither_the_others_nor_the_end(
