@@ -80,7 +80,6 @@ class Listener:
             if not full:
                 self._findings.append(finding)
         if not full:
-            self._floods = False
             self._heard()
             return
         if not self._floods:

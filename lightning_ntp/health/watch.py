@@ -253,8 +253,10 @@ class HealthWatch:
             file.write(json.dumps(entry) + "\n")
 
     def _state(self) -> dict[str, Any]:
-        for source in self._sources:
-            for gpu, reading in getattr(source, "readings", {}).items():
+        asked = [source.readings for source in self._sources if hasattr(source, "readings")]
+        answered = {gpu for readings in asked for gpu in readings}
+        for readings in asked:
+            for gpu, reading in readings.items():
                 for slot in (slot for slot, device in self._devices.items() if device == gpu):
                     self._values[slot] = dict(reading.values)
         with self._lock:
@@ -262,6 +264,7 @@ class HealthWatch:
                 str(slot): {
                     "gpu": self._devices.get(slot, ""),
                     "live": slot in self._live,
+                    "seen": not asked or self._devices.get(slot, "") in answered,
                     "worst": str(self._verdicts.worst(slot)),
                     "wrong": self._verdicts.standing(slot),
                     "values": self._values.get(slot, {}),

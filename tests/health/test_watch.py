@@ -8,13 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from lightning_ntp.commands import status
 from lightning_ntp.health import Action, Finding, HealthWatch, Limits, SeverityTable, WatchedJob
 from lightning_ntp.launch import jobs
+from lightning_ntp.launch.jobs import RunningJob
+from lightning_ntp.nvml.readings import Reading
 
 Found = Callable[[WatchedJob], Any]
 
@@ -196,6 +199,22 @@ def test_a_flood_is_dropped_and_a_flapping_signal_drains_once(
         time.sleep(0.3)  # more of it comes meanwhile
     assert [entry["action"] for entry in log(tmp_path)].count("drain") == 1
     assert floor < 20 and len(log(tmp_path)) < 20
+    assert len(caplog.records) == 1, "it is told once"
+
+
+def test_a_device_of_which_the_driver_has_said_nothing_is_not_called_healthy(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    class Driver:
+        readings: ClassVar[dict[str, Reading]] = {"GPU-0": Reading("GPU-0", 0.0, {"power_w": 100.0})}
+
+        def __call__(self, job: WatchedJob) -> list[Finding]:
+            return []
+
+    watching(Driver())
+    eventually(lambda: jobs.health_state(tmp_path).exists())
+    job = RunningJob("job", 1, 2, {0: 1, 1: 2}, tmp_path)
+    assert [slot.health for slot in status.look(job, 0).slots] == ["ok", "unknown"]
 
 
 def test_a_list_of_devices_of_the_wrong_length_is_refused(tmp_path: Path) -> None:

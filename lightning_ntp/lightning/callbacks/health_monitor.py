@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,8 @@ class HealthMonitor(Callback):
         slot = RankIdentity.from_environ().slot
         self._note, self._answers = jobs.unwell_note(directory, slot), jobs.stays_note(directory, slot)
         device = trainer.strategy.root_device
+        if device.type != "cuda" and self.nvml and not self.gpus and trainer.is_global_zero:
+            log.warning("health of GPUs is not watched: the ranks work on %s; training goes on", device.type)
         if device.type == "cuda" and not self.gpus:
             with contextlib.suppress(OSError):
                 jobs.write_whole(jobs.device_note(directory, slot), device_uuid(device.index or 0))
@@ -168,7 +170,7 @@ class HealthMonitor(Callback):
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         if trainer.is_global_zero:
-            self._log(trainer, directory, [json.loads(line) for line in whole.splitlines()])
+            self._log(trainer, directory, list(_entries(whole)))
 
     def _log(self, trainer: Trainer, directory: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         for entry in entries:
@@ -176,6 +178,12 @@ class HealthMonitor(Callback):
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
         _log_metrics(trainer, directory)
+
+
+def _entries(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError):  # a full disk has cut it off
+            yield json.loads(line)
 
 
 def _log_metrics(trainer: Trainer, directory: Path) -> None:

@@ -1,0 +1,56 @@
+"""The callback in a rank, without a job around it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_ntp.callbacks import HealthMonitor
+from lightning_ntp.launch import RankIdentity, jobs
+
+
+class Strategy:
+    slot = 0
+    root_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def drain(self, slot: int, reason: str) -> None:
+        raise AssertionError("nobody has asked for that")
+
+    def record_event(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name, value in RankIdentity(0, 2, "uid", "job", "127.0.0.1", 1, tmp_path, False).to_environ().items():
+        monkeypatch.setenv(name, value)
+    return SimpleNamespace(strategy=Strategy(), is_global_zero=True, loggers=[], global_step=1, log_every_n_steps=50)
+
+
+def test_a_verdict_that_a_full_disk_has_cut_off_ends_no_rank(trainer: Any, tmp_path: Path) -> None:
+    monitor = HealthMonitor(nvml=False)
+    monitor.setup(trainer, Any, "fit")
+    entry = json.dumps({"slot": 1, "monotonic": 1.0, "action": "log", "text": "hello"})
+    jobs.health_log(tmp_path).write_text(f"{entry[:20]}{entry}\n{entry}\n")
+    monitor.on_train_batch_start(trainer, Any, None, 0)
+    assert [event["text"] for event in trainer.strategy.events] == ["hello"]
+
+
+@pytest.mark.parametrize(("arguments", "lines"), [({}, 1), ({"nvml": False}, 0), ({"gpus": ["GPU-0", "GPU-1"]}, 0)])
+def test_ranks_on_cpu_have_no_gpu_to_watch(
+    trainer: Any, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], lines: int
+) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        HealthMonitor(**arguments).setup(trainer, Any, "fit")
+    assert [record.getMessage() for record in caplog.records] == [
+        "health of GPUs is not watched: the ranks work on cpu; training goes on"
+    ] * lines
