@@ -266,11 +266,17 @@ class HealthWatch:
                     "live": slot in self._live,
                     "seen": not asked or self._devices.get(slot, "") in answered,
                     "worst": str(self._verdicts.worst(slot)),
-                    "wrong": self._verdicts.standing(slot),
+                    "wrong": self._wrong(slot),
                     "values": self._values.get(slot, {}),
                 }
                 for slot in range(self._slots)
             }
+
+    def _wrong(self, slot: int) -> list[str]:
+        wrong = self._verdicts.standing(slot)
+        if not wrong and slot not in self._live and self._verdicts.sent_away(slot):
+            wrong = [why] if (why := self._verdicts.unfit(slot, time.monotonic())) else []
+        return wrong
 
 
 def _reason(verdict: Verdict) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from lightning_ntp.callbacks import HealthMonitor
+from lightning_ntp.health import StragglerSource
 from lightning_ntp.launch import RankIdentity, jobs
 
 
@@ -43,6 +45,29 @@ def test_a_verdict_that_a_full_disk_has_cut_off_ends_no_rank(trainer: Any, tmp_p
     jobs.health_log(tmp_path).write_text(f"{entry[:20]}{entry}\n{entry}\n")
     monitor.on_train_batch_start(trainer, Any, None, 0)
     assert [event["text"] for event in trainer.strategy.events] == ["hello"]
+
+
+def test_a_second_fit_tells_nothing_again(trainer: Any, tmp_path: Path) -> None:
+    entry = {"slot": 1, "monotonic": 1.0, "action": "log"}
+    for text in ("first", "second"):
+        with open(jobs.health_log(tmp_path), "a") as file:
+            file.write(json.dumps({**entry, "text": text}) + "\n")
+        monitor = HealthMonitor(nvml=False)
+        monitor.setup(trainer, Any, "fit")
+        monitor.on_train_batch_start(trainer, Any, None, 0)
+    assert [event["text"] for event in trainer.strategy.events] == ["first", "second"]
+
+
+def test_sources_that_cannot_travel_stay_in_the_launching_process() -> None:
+    monitor = HealthMonitor(nvml=False, sources=[lambda job: [], StragglerSource()])
+    (left,) = pickle.loads(pickle.dumps(monitor)).sources
+    assert isinstance(left, StragglerSource) and len(monitor.sources) == 2
+
+
+def test_a_device_with_two_slots_is_told_once(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "lightning_ntp"):
+        HealthMonitor(gpus=["GPU-0", "GPU-0"])
+    assert not caplog.records, "the launching process says it"
 
 
 @pytest.mark.parametrize(("arguments", "lines"), [({}, 1), ({"nvml": False}, 0), ({"gpus": ["GPU-0", "GPU-1"]}, 0)])

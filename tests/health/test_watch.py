@@ -106,6 +106,18 @@ def test_ranks_say_their_devices_themselves(watching: Callable[..., HealthWatch]
     assert condemned(watch, 1).startswith("XID 79 (ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS)")
 
 
+def test_who_is_away_until_its_device_has_been_quiet_is_not_called_well(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    findings = [Finding("maintenance", "at noon", slot=0)]
+    watch = watching(lambda job: [findings.pop()] if findings else [])
+    eventually(lambda: jobs.unwell_note(tmp_path, 0).exists())
+    watch.ended(0)
+    findings.append(Finding("maintenance", "over", slot=0, clears=True))
+    wrong = ["its device must show nothing bad for 60 s first"]
+    eventually(lambda: json.loads(jobs.health_state(tmp_path).read_text())["0"]["wrong"] == wrong)
+
+
 def test_a_source_that_raises_is_told_once_and_asked_again(
     watching: Callable[..., HealthWatch], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

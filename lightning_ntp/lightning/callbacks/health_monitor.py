@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ _AGAIN_SECONDS = 30.0
 """Between two tries to leave, of a rank without which the job cannot go on."""
 _TIMES_RENEW = 5.0
 """So many intervals lie between two tries to reach a lost device: it takes NVML to be started anew."""
+_carried: dict[Path, int] = {}
+"""How far the log of a job was read in this process: a second fit, with a monitor of its own, tells nothing again."""
 _COUNTED = ("suspect", "drain", "dead")
 
 
@@ -51,7 +54,7 @@ class HealthMonitor(Callback):
         ValueError: If another argument is.
     """
 
-    ntp_own_attributes = ("_next_try", "_directory", "_note", "_answers")
+    ntp_own_attributes = ("sources", "_next_try", "_directory", "_note", "_answers")
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class HealthMonitor(Callback):
                 raise ValueError(f"sources: {source!r} is not callable: a source is a function that yields findings")
         if isinstance(gpus, str) or any(not isinstance(gpu, str) or not gpu for gpu in gpus or ()):
             raise ValueError(f"gpus={gpus!r} must be a list of UUIDs, one per slot, or None")
-        if gpus is not None and len(set(gpus)) < len(gpus) and nvml:
+        if gpus is not None and len(set(gpus)) < len(gpus) and nvml and not is_rank():
             log.warning("gpus names a device twice: what befalls it befalls all slots that work on it")
         self.rules, self.nvml = rules, nvml
         self.sources, self.gpus = tuple(sources), tuple(gpus or ())
@@ -84,6 +87,10 @@ class HealthMonitor(Callback):
         self._answers: Path | None = None
         self._read = 0
         """How far the job's log of verdicts was read; all ranks have the same, since they read it alike."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # they are asked in the launching process: one that cannot travel to spawned ranks need not
+        return {**self.__dict__, "sources": tuple(source for source in self.sources if _can_travel(source))}
 
     def device_watch(self) -> DeviceWatch:
         """For the launcher, in the launching process."""
@@ -103,6 +110,7 @@ class HealthMonitor(Callback):
         directory = self._directory = RankIdentity.from_environ().job_dir if is_rank() else None
         if directory is None:
             return
+        self._read = max(self._read, _carried.get(directory, 0))
         slot = RankIdentity.from_environ().slot
         self._note, self._answers = jobs.unwell_note(directory, slot), jobs.stays_note(directory, slot)
         device = trainer.strategy.root_device
@@ -169,6 +177,7 @@ class HealthMonitor(Callback):
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
+        _carried[directory] = self._read
         if trainer.is_global_zero:
             self._log(trainer, directory, list(_entries(whole)))
 
@@ -178,6 +187,14 @@ class HealthMonitor(Callback):
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
         _log_metrics(trainer, directory)
+
+
+def _can_travel(source: HealthSource) -> bool:
+    try:
+        pickle.dumps(source)
+    except Exception:  # whatever the user's class raises
+        return False
+    return True
 
 
 def _entries(lines: bytes) -> Iterator[dict[str, Any]]:
