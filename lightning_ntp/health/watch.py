@@ -66,6 +66,8 @@ class HealthWatch:
         self._condemned: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         """To be left for ranks that shall leave."""
+        self._leaving: dict[int, str] = {}
+        """Who was told to leave, until it has left or need not any more."""
         self._live: set[int] = set()
         self._staying: set[int] = set()
         """Slots that were told to leave, and have said why they cannot."""
@@ -107,11 +109,13 @@ class HealthWatch:
             note(self._directory, slot).unlink(missing_ok=True)
         with self._lock:
             self._live.add(slot)
+            self._leaving.pop(slot, None)
             self._verdicts.started(slot)
 
     def ended(self, slot: int) -> None:
         with self._lock:
             self._live.discard(slot)
+            self._leaving.pop(slot, None)
             self._verdicts.ended(slot)
         if not self._gpus:
             jobs.device_note(self._directory, slot).unlink(missing_ok=True)
@@ -122,6 +126,12 @@ class HealthWatch:
         with self._lock:
             condemned, self._condemned = self._condemned, {}
         return condemned
+
+    def leaving(self) -> Mapping[int, str]:
+        if not self._leaving:  # asked all the time
+            return {}
+        with self._lock:
+            return dict(self._leaving)
 
     def sent_away(self, slot: int) -> bool:
         with self._lock:
@@ -206,6 +216,9 @@ class HealthWatch:
         say(f"health: {verdict.text}{'; ' if consequence else ''}{consequence}")
         if verdict.action is Action.DRAIN:
             self._notes[verdict.slot] = _reason(verdict)
+            with self._lock:
+                if verdict.slot in self._live:
+                    self._leaving[verdict.slot] = _reason(verdict)
         elif verdict.action in (Action.RESTART, Action.DEAD):
             with self._lock:
                 self._condemned[verdict.slot] = _reason(verdict)
@@ -241,6 +254,8 @@ class HealthWatch:
                 calm = self._verdicts.reconsider(slot, now)
             if calm or slot not in self._live:
                 self._staying.discard(slot)
+                with self._lock:
+                    self._leaving.pop(slot, None)
                 jobs.unwell_note(self._directory, slot).unlink(missing_ok=True)
 
     def _record(self, slot: int, action: str, text: str, now: float, finding: Finding | None = None) -> None:

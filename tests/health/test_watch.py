@@ -106,6 +106,15 @@ def test_ranks_say_their_devices_themselves(watching: Callable[..., HealthWatch]
     assert condemned(watch, 1).startswith("XID 79 (ROBUST_CHANNEL_GPU_HAS_FALLEN_OFF_THE_BUS)")
 
 
+def test_who_is_to_leave_is_named_until_it_has_left(watching: Callable[..., HealthWatch]) -> None:
+    findings = [Finding("maintenance", "at noon", slot=0), Finding("xid", "", gpu="GPU-1", code=74)]
+    watch = watching(lambda job: [findings.pop()] if findings else [])
+    eventually(watch.leaving)
+    assert watch.leaving() == {0: "maintenance: at noon"}
+    watch.ended(0)
+    assert watch.leaving() == {}
+
+
 def test_who_is_away_until_its_device_has_been_quiet_is_not_called_well(
     watching: Callable[..., HealthWatch], tmp_path: Path
 ) -> None:
