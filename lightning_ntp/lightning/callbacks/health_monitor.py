@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import pickle
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +79,11 @@ class HealthMonitor(Callback):
         self.sources, self.gpus = tuple(sources), tuple(gpus or ())
         self.interval, self.quiet = float(interval), float(quiet)
         SeverityTable(rules)  # a mistake is told where it was made
+        self._watches = False
+        """Sources are asked in this process."""
         self._next_try = 0.0
+        self._step = 0
+        """Steps when the last batch had ended."""
         self._directory: Path | None = None
         """The job's, in its ranks."""
         self._note: Path | None = None
@@ -89,13 +92,14 @@ class HealthMonitor(Callback):
         """How far the job's log of verdicts was read; all ranks have the same, since they read it alike."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # they are asked in the launching process: one that cannot travel to spawned ranks need not
-        return {**self.__dict__, "sources": tuple(source for source in self.sources if _can_travel(source))}
+        # they are asked in this process, so they need not travel to spawned ranks: a lambda could not
+        return {**self.__dict__, "sources": () if self._watches else self.sources}
 
     def device_watch(self) -> DeviceWatch:
         """For the launcher, in the launching process."""
         from lightning_ntp.nvml import NvmlSource
 
+        self._watches = True
         nvml = [NvmlSource(self.interval, renew=_TIMES_RENEW * self.interval)] if self.nvml else []
         limits = Limits(quiet=self.quiet)
         return HealthWatch([*nvml, *self.sources], SeverityTable(self.rules), limits, self.gpus, self.interval)
@@ -128,7 +132,10 @@ class HealthMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if directory is not None and trainer.is_global_zero and every and trainer.global_step % every == 0:
+        before, self._step = self._step, trainer.global_step
+        if directory is None or not trainer.is_global_zero or not every or trainer.global_step % every:
+            return
+        if before != trainer.global_step:  # the other batches of an accumulated step have nothing new
             _log_metrics(trainer, directory)
 
     @override
@@ -146,6 +153,7 @@ class HealthMonitor(Callback):
     def _leave_if_told(self, trainer: Trainer) -> None:
         note = self._note
         if note is None or not note.exists():  # 2 us; asked in every step
+            self._next_try = 0.0  # what comes after a note that was withdrawn is answered anew
             return
         now = time.monotonic()
         if now < self._next_try:
@@ -187,14 +195,6 @@ class HealthMonitor(Callback):
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
         _log_metrics(trainer, directory)
-
-
-def _can_travel(source: HealthSource) -> bool:
-    try:
-        pickle.dumps(source)
-    except Exception:  # whatever the user's class raises
-        return False
-    return True
 
 
 def _entries(lines: bytes) -> Iterator[dict[str, Any]]:
