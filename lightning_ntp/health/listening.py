@@ -64,7 +64,7 @@ class Listener:
                             close()
                         return
                 pause = self._interval
-            except Exception as error:  # it is the user's code
+            except BaseException as error:  # it is the user's code, which may also call sys.exit()
                 self._say(f"{type(error).__name__}: {error}")
                 pause = min(max(2.0 * pause, self._interval), _LONGEST_PAUSE)
             self._over.wait(pause)

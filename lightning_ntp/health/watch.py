@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning_ntp.health.conditions import one_line
 from lightning_ntp.health.findings import Action, Finding, HealthSource, WatchedJob
@@ -36,6 +36,21 @@ _CONSEQUENCE = {
     Action.DRAIN: "it leaves in one of the next steps",
     Action.DEAD: "its rank is ended now",
 }
+
+
+@runtime_checkable
+class _AsksDevices(Protocol):
+    """A source that has them all at hand. Users' sources may have attributes of such names for themselves."""
+
+    @property
+    def readings(self) -> Mapping[str, Any]:
+        """By UUID; each with its ``values``."""
+
+    def check(self, gpus: Sequence[str]) -> None:
+        """Whether they are there."""
+
+    def find(self, uuids: Sequence[str]) -> list[str]:
+        """Those that are not."""
 
 
 class HealthWatch:
@@ -90,9 +105,8 @@ class HealthWatch:
             )
         self._devices = dict(enumerate(self._gpus))
         for source in self._sources:
-            check = getattr(source, "check", None)
-            if check is not None:
-                check(sorted(set(self._gpus)))
+            if isinstance(source, _AsksDevices):
+                source.check(sorted(set(self._gpus)))
 
     def begin(self, job_dir: Path) -> None:
         self._directory = job_dir
@@ -268,7 +282,7 @@ class HealthWatch:
             file.write(json.dumps(entry) + "\n")
 
     def _state(self) -> dict[str, Any]:
-        asked = [source.readings for source in self._sources if hasattr(source, "readings")]
+        asked = [source.readings for source in self._sources if isinstance(source, _AsksDevices)]
         answered = {gpu for readings in asked for gpu in readings}
         for readings in asked:
             for gpu, reading in readings.items():

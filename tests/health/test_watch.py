@@ -147,6 +147,38 @@ def test_a_source_that_raises_is_told_once_and_asked_again(
     ]
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_source_that_would_end_the_program_is_asked_again(
+    watching: Callable[..., HealthWatch], tmp_path: Path, error: BaseException
+) -> None:
+    errors = [error]
+
+    def ends(job: WatchedJob) -> list[Finding]:
+        if errors:
+            raise errors.pop()
+        return [Finding("external", "hello", slot=0)]
+
+    watching(ends)
+    eventually(lambda: log(tmp_path))
+
+
+def test_what_a_source_has_for_itself_is_not_taken_for_a_drivers(
+    watching: Callable[..., HealthWatch], tmp_path: Path
+) -> None:
+    class Thermometer:
+        readings = (20.0, 21.5)
+
+        def check(self) -> bool:
+            return True
+
+        def __call__(self, job: WatchedJob) -> list[Finding]:
+            return [Finding("external", f"{self.readings[-1]} degrees C", slot=0)]
+
+    watching(Thermometer())
+    eventually(lambda: jobs.health_state(tmp_path).exists())
+    assert json.loads(jobs.health_state(tmp_path).read_text())["0"]["live"]
+
+
 @pytest.mark.parametrize("nonsense", [[None], [{"slot": 3}], 7, ["text"]])
 def test_a_source_that_yields_nonsense_says_so(
     watching: Callable[..., HealthWatch], caplog: pytest.LogCaptureFixture, nonsense: Any
@@ -228,6 +260,12 @@ def test_a_device_of_which_the_driver_has_said_nothing_is_not_called_healthy(
 ) -> None:
     class Driver:
         readings: ClassVar[dict[str, Reading]] = {"GPU-0": Reading("GPU-0", 0.0, {"power_w": 100.0})}
+
+        def check(self, gpus: list[str]) -> None:
+            pass
+
+        def find(self, uuids: list[str]) -> list[str]:
+            return []
 
         def __call__(self, job: WatchedJob) -> list[Finding]:
             return []
