@@ -428,7 +428,8 @@ class Supervisor:
                 return  # the attempt before has come to the same, or nobody wants to know any more
             self._shown.add((slot, report.signature))
             who = f"slot {slot}, which has not joined the job yet"
-        print(f"{report.text.rstrip()}\n(raised by {who})", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print(f"{report.text.rstrip()}\n(raised by {who})", file=sys.stderr, flush=True)
 
     def _server_lost(self, server: ServerProcess) -> None:
         code = server.end()

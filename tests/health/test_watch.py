@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -280,6 +282,19 @@ def test_a_list_of_devices_of_the_wrong_length_is_refused(tmp_path: Path) -> Non
     watch = HealthWatch([], SeverityTable(), gpus=["GPU-0", "GPU-1"])
     with pytest.raises(ValueError, match="names 2 devices, but the job has 3 slots"):
         watch.check(3)
+
+
+def test_a_terminal_that_is_gone_keeps_nobody_from_acting(
+    watching: Callable[..., HealthWatch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    watch = watching(lambda job: [Finding("xid", "", gpu="GPU-0", code=79)])
+    assert condemned(watch, 0)
+    eventually(lambda: log(tmp_path))
 
 
 def test_a_job_directory_that_is_gone_hurts_nobody(watching: Callable[..., HealthWatch], tmp_path: Path) -> None:
