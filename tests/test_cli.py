@@ -54,6 +54,26 @@ def test_yaml_names_the_strategy_by_its_name_or_its_class(strategy: object, tmp_
     assert type(made.trainer.strategy) is NTPStrategy
 
 
+def test_yaml_names_who_watches_the_devices_and_whom_it_asks(tmp_path: Path) -> None:
+    from lightning_ntp.callbacks import HealthMonitor
+
+    health = "lightning_ntp.health"
+    sources = [
+        {"class_path": f"{health}.FileSource", "init_args": {"path": "notices.txt"}},
+        {"class_path": f"{health}.HttpSource", "init_args": {"url": "http://localhost/gpus"}},
+        {"class_path": f"{health}.StragglerSource", "init_args": {"factor": 1.4}},
+    ]
+    rules = {"xid": {13: "drain"}, "signals": {"temperature_margin": {"hold": 2}}}
+    arguments = {"sources": sources, "rules": rules, "gpus": ["GPU-0", "GPU-1"], "quiet": 2}
+    monitor = {"class_path": "lightning_ntp.callbacks.HealthMonitor", "init_args": arguments}
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ntp", "callbacks": [monitor]}
+    config = tmp_path / "trainer.yaml"
+    config.write_text(yaml.safe_dump({"trainer": trainer}))
+    made = cli.build([f"--config={config}", *SMALL], run=False)
+    (found,) = [each for each in made.trainer.callbacks if isinstance(each, HealthMonitor)]
+    assert [type(source).__name__ for source in found.sources] == ["FileSource", "HttpSource", "StragglerSource"]
+
+
 def test_the_example_configuration_is_valid_and_asks_for_degrees_four_and_three(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -52,6 +52,14 @@ def test_a_sick_device_is_named(
     assert status == 1 and said in text and "would not survive a loss here: GPU 3" in text
 
 
+def test_of_a_device_that_does_not_answer_nothing_is_made_up(
+    nvml: MockNvml, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nvml.set(2, lost=1)
+    line = states(capsys)["GPU 2"][1]
+    assert line.startswith("does not say everything") and "NVLinks" not in line
+
+
 def test_one_replica_has_no_second_copy(nvml: MockNvml, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = run(capsys, "--degrees", "8")
     assert status == 1 and "only copies on the lost slots" in text and "redundancy='neighbor'" in text

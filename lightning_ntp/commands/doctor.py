@@ -209,14 +209,18 @@ def _gpus(found: Inventory) -> list[Check]:
     checks = []
     for gpu in found.gpus:
         total, free = (show_bytes(size) if size is not None else "?" for size in (gpu.memory_total, gpu.memory_free))
-        lines = [f"{gpu.uuid}, {total}, {free} free, {gpu.nvlinks} NVLinks, fabric {gpu.fabric}"]
+        lines = [gpu.uuid] if gpu.uuid else []
+        if gpu.reading is not None:
+            lines = [f"{gpu.uuid}, {total}, {free} free, {gpu.nvlinks} NVLinks, fabric {gpu.fabric}"]
         lines += [f"MIG instance {instance}" for instance in gpu.mig]
         if gpu.reading is not None and gpu.reading.unsupported:
             lines.append(f"unknown here: {', '.join(sorted(gpu.reading.unsupported))}")
         wrong = [f"not healthy: {text}" for text in _ills(gpu)]
         if gpu.problem:
             wrong.append(f"does not say everything: {gpu.problem}")
-        checks.append(Check(f"GPU {gpu.index} {gpu.name}", "fails" if wrong else "ok", "\n".join([*lines, *wrong])))
+        checks.append(
+            Check(f"GPU {gpu.index} {gpu.name}".rstrip(), "fails" if wrong else "ok", "\n".join([*lines, *wrong]))
+        )
     return checks
 
 

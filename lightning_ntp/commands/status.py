@@ -32,7 +32,8 @@ class Slot:
         pid: Of its process; 0 if there is none.
         doing: What it does, in words.
         device: UUID; empty if it is not known.
-        health: ``ok``, ``suspect``, ``drain`` or ``dead``; empty if nobody watches.
+        health: ``ok``, ``suspect``, ``drain`` or ``dead``; ``unknown`` if the driver has said nothing of its device;
+            empty if nobody watches.
         wrong: What is wrong with its device.
         values: What was measured last.
     """
@@ -130,13 +131,15 @@ def _slot(job: RunningJob, slot: int, place: tuple[int, int], health: Mapping[st
     if sample is not None and sample.waiting:
         doing += ", waiting for others"
     worst = str(health.get("worst", ""))
+    if worst in ("ignore", "log"):
+        worst = "ok" if health.get("seen", True) else "unknown"
     return Slot(
         slot,
         *(place if pid else (-1, -1)),
         pid,
         doing,
         str(health.get("gpu", "")),
-        "ok" if worst in ("ignore", "log") else worst,
+        worst,
         list(health.get("wrong", [])),
         dict(health.get("values", {})),
     )

@@ -31,6 +31,9 @@ class Limits:
         longest_quiet: But not longer.
         lines: Between two lines about a condition that comes and goes.
         forget: A condition that has been over for so long is forgotten.
+        suspicion: A suspicion for an event, such as an XID, stands for so long, or nobody would see it: the next check
+            of the device passes within a second.
+        most: So many conditions are kept; of more, only what sends slots away is heard, and of twice as many nothing.
     """
 
     together: float = 2.0
@@ -40,6 +43,8 @@ class Limits:
     longest_quiet: float = 3600.0
     lines: float = 60.0
     forget: float = 3600.0
+    suspicion: float = 600.0
+    most: int = 1000
 
 
 @dataclass(frozen=True)

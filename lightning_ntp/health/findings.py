@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import index
 from pathlib import Path
 from typing import Protocol
 
@@ -56,6 +57,10 @@ class Finding:
         action: What the source itself asks for; None leaves it to the severity table.
         clears: Whether the condition is over.
         values: Measured numbers for the logs, by name with unit: ``{"temperature_c": 86.0}``.
+
+    Raises:
+        ValueError, TypeError: If something of it is of another kind, in the source that has made it. Numbers may be
+            numpy's or torch's.
     """
 
     signal: str
@@ -70,6 +75,15 @@ class Finding:
     def __post_init__(self) -> None:
         if bool(self.gpu) == (self.slot >= 0):
             raise ValueError(f"finding {self.signal!r} names {'both' if self.gpu else 'neither'} a gpu and a slot: one")
+        for name in ("signal", "text", "gpu"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"finding {self.signal!r}: {name}={value!r:.100} is no text")
+        if self.action is not None and not isinstance(self.action, Action):
+            raise TypeError(f"finding {self.signal!r}: action={self.action!r:.100} is no Action, such as Action.DRAIN")
+        # as Python's own numbers: they are written to files
+        object.__setattr__(self, "slot", index(self.slot))
+        object.__setattr__(self, "code", None if self.code is None else index(self.code))
+        object.__setattr__(self, "values", {str(name): float(value) for name, value in self.values.items()})
 
     @property
     def key(self) -> str:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from lightning_ntp.health.conditions import one_line
 from lightning_ntp.health.findings import Finding, HealthSource, WatchedJob
 
 log = logging.getLogger("lightning_ntp")
@@ -63,7 +64,7 @@ class Listener:
                             close()
                         return
                 pause = self._interval
-            except Exception as error:  # it is the user's code
+            except BaseException as error:  # it is the user's code, which may also call sys.exit()
                 self._say(f"{type(error).__name__}: {error}")
                 pause = min(max(2.0 * pause, self._interval), _LONGEST_PAUSE)
             self._over.wait(pause)
@@ -79,7 +80,6 @@ class Listener:
             if not full:
                 self._findings.append(finding)
         if not full:
-            self._floods = False
             self._heard()
             return
         if not self._floods:
@@ -92,4 +92,4 @@ class Listener:
     def _say(self, what: str) -> None:
         if what != self._told:
             self._told = what
-            log.warning("the health source %s has raised %s; it is asked again later", self.name, what[:300])
+            log.warning("the health source %s has raised %s; it is asked again later", self.name, one_line(what)[:300])

@@ -35,6 +35,8 @@ class Verdicts:
         self._ending: set[int] = set()
         """Slots whose rank was told to end at once, whatever else was found since."""
         self._conditions: dict[tuple[str, str], Condition] = {}
+        self._overflows = False
+        """More was found than is kept, which is said once."""
         self._lost: set[str] = set()
         self._now = 0.0
         """When it was last judged."""
@@ -152,6 +154,8 @@ class Verdicts:
         condition = self._conditions.get((where, finding.key))
         if finding.clears or rule.action is Action.IGNORE:
             return [] if condition is None else self._over(where, condition, now)
+        if condition is None and len(self._conditions) >= self._limits.most * (1 + (rule.action > Action.SUSPECT)):
+            return self._too_many()
         if finding.signal in ("gpu_lost", "reset_required"):
             self._lost.add(where)
         if condition is None:
@@ -165,6 +169,13 @@ class Verdicts:
             self._mistakes.show(finding.key, where, now)
         # at once: it may be over before all others are heard
         return self._decide(where, condition, now) or self._tell_again(where, condition, now)
+
+    def _too_many(self) -> list[Verdict]:
+        if self._overflows:
+            return []
+        self._overflows = True
+        text = f"more than {self._limits.most} things were found within an hour: of others, only what is grave is heard"
+        return [Verdict(Action.LOG, NOBODY, "too many", text, Finding("external", text, slot=0))]
 
     def _tell_again(self, where: str, condition: Condition, now: float) -> list[Verdict]:
         """About something that was told before: a line now and then."""
@@ -203,6 +214,9 @@ class Verdicts:
             signal = condition.finding.signal
             if condition.suspected or signal in OF_OTHERS or condition.finding.action is not None:
                 continue  # of this the driver knows nothing
+            fresh = now - condition.last < self._limits.suspicion
+            if fresh and signal == "xid" and condition.rule.action is Action.SUSPECT and not returned:
+                continue
             lasts = signal not in ("xid", *UNANSWERED)  # its source says when it is over
             if returned or not lasts and (condition.rule.passes or check.code == 1):
                 verdicts += self._over(where, condition, now)

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from lightning_ntp.health.conditions import one_line
 from lightning_ntp.health.findings import Action, Finding, HealthSource, WatchedJob
 from lightning_ntp.health.listening import Listener
 from lightning_ntp.health.rules import SeverityTable
@@ -35,6 +36,21 @@ _CONSEQUENCE = {
     Action.DRAIN: "it leaves in one of the next steps",
     Action.DEAD: "its rank is ended now",
 }
+
+
+@runtime_checkable
+class _AsksDevices(Protocol):
+    """A source that has them all at hand. Users' sources may have attributes of such names for themselves."""
+
+    @property
+    def readings(self) -> Mapping[str, Any]:
+        """By UUID; each with its ``values``."""
+
+    def check(self, gpus: Sequence[str]) -> None:
+        """Whether they are there."""
+
+    def find(self, uuids: Sequence[str]) -> list[str]:
+        """Those that are not."""
 
 
 class HealthWatch:
@@ -65,6 +81,8 @@ class HealthWatch:
         self._condemned: dict[int, str] = {}
         self._notes: dict[int, str] = {}
         """To be left for ranks that shall leave."""
+        self._leaving: dict[int, str] = {}
+        """Who was told to leave, until it has left or need not any more."""
         self._live: set[int] = set()
         self._staying: set[int] = set()
         """Slots that were told to leave, and have said why they cannot."""
@@ -87,9 +105,8 @@ class HealthWatch:
             )
         self._devices = dict(enumerate(self._gpus))
         for source in self._sources:
-            check = getattr(source, "check", None)
-            if check is not None:
-                check(sorted(set(self._gpus)))
+            if isinstance(source, _AsksDevices):
+                source.check(sorted(set(self._gpus)))
 
     def begin(self, job_dir: Path) -> None:
         self._directory = job_dir
@@ -106,11 +123,13 @@ class HealthWatch:
             note(self._directory, slot).unlink(missing_ok=True)
         with self._lock:
             self._live.add(slot)
+            self._leaving.pop(slot, None)
             self._verdicts.started(slot)
 
     def ended(self, slot: int) -> None:
         with self._lock:
             self._live.discard(slot)
+            self._leaving.pop(slot, None)
             self._verdicts.ended(slot)
         if not self._gpus:
             jobs.device_note(self._directory, slot).unlink(missing_ok=True)
@@ -121,6 +140,12 @@ class HealthWatch:
         with self._lock:
             condemned, self._condemned = self._condemned, {}
         return condemned
+
+    def leaving(self) -> Mapping[int, str]:
+        if not self._leaving:  # asked all the time
+            return {}
+        with self._lock:
+            return dict(self._leaving)
 
     def sent_away(self, slot: int) -> bool:
         with self._lock:
@@ -205,6 +230,9 @@ class HealthWatch:
         say(f"health: {verdict.text}{'; ' if consequence else ''}{consequence}")
         if verdict.action is Action.DRAIN:
             self._notes[verdict.slot] = _reason(verdict)
+            with self._lock:
+                if verdict.slot in self._live:
+                    self._leaving[verdict.slot] = _reason(verdict)
         elif verdict.action in (Action.RESTART, Action.DEAD):
             with self._lock:
                 self._condemned[verdict.slot] = _reason(verdict)
@@ -240,6 +268,8 @@ class HealthWatch:
                 calm = self._verdicts.reconsider(slot, now)
             if calm or slot not in self._live:
                 self._staying.discard(slot)
+                with self._lock:
+                    self._leaving.pop(slot, None)
                 jobs.unwell_note(self._directory, slot).unlink(missing_ok=True)
 
     def _record(self, slot: int, action: str, text: str, now: float, finding: Finding | None = None) -> None:
@@ -252,8 +282,10 @@ class HealthWatch:
             file.write(json.dumps(entry) + "\n")
 
     def _state(self) -> dict[str, Any]:
-        for source in self._sources:
-            for gpu, reading in getattr(source, "readings", {}).items():
+        asked = [source.readings for source in self._sources if isinstance(source, _AsksDevices)]
+        answered = {gpu for readings in asked for gpu in readings}
+        for readings in asked:
+            for gpu, reading in readings.items():
                 for slot in (slot for slot, device in self._devices.items() if device == gpu):
                     self._values[slot] = dict(reading.values)
         with self._lock:
@@ -261,13 +293,20 @@ class HealthWatch:
                 str(slot): {
                     "gpu": self._devices.get(slot, ""),
                     "live": slot in self._live,
+                    "seen": not asked or self._devices.get(slot, "") in answered,
                     "worst": str(self._verdicts.worst(slot)),
-                    "wrong": self._verdicts.standing(slot),
+                    "wrong": self._wrong(slot),
                     "values": self._values.get(slot, {}),
                 }
                 for slot in range(self._slots)
             }
 
+    def _wrong(self, slot: int) -> list[str]:
+        wrong = self._verdicts.standing(slot)
+        if not wrong and slot not in self._live and self._verdicts.sent_away(slot):
+            wrong = [why] if (why := self._verdicts.unfit(slot, time.monotonic())) else []
+        return wrong
+
 
 def _reason(verdict: Verdict) -> str:
-    return f"{verdict.name}: {verdict.finding.text}"
+    return one_line(f"{verdict.name}: {verdict.finding.text}")

@@ -86,6 +86,10 @@ class Deaths:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[slot], signal.SIGKILL)
 
+    def why_killed(self, slot: int) -> str:
+        """Why the process in a slot was killed from here; empty if it was not."""
+        return self._condemned.get(slot, "")
+
     def look(self) -> None:
         """Announce who has begun to exit without a farewell."""
         for slot, how in self._watch.exiting().items():

@@ -32,6 +32,10 @@ class DeviceWatch(Protocol):
     def condemned(self) -> Mapping[int, str]:
         """Slots whose rank shall end now, each with the reason. Everyone is named once."""
 
+    def leaving(self) -> Mapping[int, str]:
+        """Slots whose rank was told to leave as planned and has not yet, each with the reason. One that has joined
+        nobody so far has nothing to take along, so it can be ended."""
+
     def sent_away(self, slot: int) -> bool:
         """Whether a rank that has left is to be started again once its device is fit for it."""
 

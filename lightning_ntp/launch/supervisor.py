@@ -242,6 +242,9 @@ class Supervisor:
                 if self._device_watch is not None:
                     for slot, why in self._device_watch.condemned().items():
                         self._deaths.kill(slot, why)
+                    for slot, why in self._device_watch.leaving().items():
+                        if slot in self._newcomers:  # or a sick spare would take the place of the next who dies
+                            self._deaths.kill(slot, why)
             for message in server.channel.receive() if ready else []:
                 self._hear(message, job_dir)
             if server.channel.closed:
@@ -327,7 +330,7 @@ class Supervisor:
     def _newcomer_ended(self, slot: int, code: int, now: float) -> None:
         """Nobody needs it: the job is as if it had never been started."""
         failure = failure_of(slot, code, now, self._reports.get(slot))
-        why = "exit code 0" if failure is None else failure.summary
+        why = self._deaths.why_killed(slot) or ("exit code 0" if failure is None else failure.summary)
         self._deaths.ended(slot, why.removeprefix("killed by "))
         self._newcomers.discard(slot)
         self._codes[slot] = self._former_codes.pop(slot)
@@ -425,7 +428,8 @@ class Supervisor:
                 return  # the attempt before has come to the same, or nobody wants to know any more
             self._shown.add((slot, report.signature))
             who = f"slot {slot}, which has not joined the job yet"
-        print(f"{report.text.rstrip()}\n(raised by {who})", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print(f"{report.text.rstrip()}\n(raised by {who})", file=sys.stderr, flush=True)
 
     def _server_lost(self, server: ServerProcess) -> None:
         code = server.end()

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_ntp.health.findings import Finding, WatchedJob
@@ -79,7 +79,7 @@ class NvmlSource:
         """Those that the driver does not have: see :func:`lightning_ntp.nvml.find`."""
         return find(uuids, seconds)
 
-    def __call__(self, job: WatchedJob) -> Iterator[Finding]:
+    def __call__(self, job: WatchedJob) -> Iterable[Finding]:
         """Watch a job's devices until it ends."""
         pause, stalls = 0.0, Stalls(self._stall)
         while not self._off and not job.ending():

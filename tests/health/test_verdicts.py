@@ -275,6 +275,26 @@ def test_mistakes_of_the_program_never_cost_a_rank(shown: list[tuple[int, int, f
     assert all(verdict.finding.code != 45 for verdict in judge.said if verdict.action is Action.SUSPECT)
 
 
+def test_a_suspicion_for_an_xid_is_there_for_who_looks() -> None:
+    judge = Judge()
+    judge.hear(xid(74, 1), xid(1000, 1))
+    for _ in range(9):
+        judge.hear(healthy(1, sure=True), after=60.0)
+    assert judge.verdicts.worst(1) is Action.SUSPECT and len(judge.verdicts.standing(1)) == 2
+    judge.hear(healthy(1, sure=True), after=LIMITS.suspicion - 540.0)
+    assert judge.verdicts.worst(1) is Action.LOG
+    assert judge.done(1, Action.SUSPECT) == 2
+
+
+def test_findings_without_end_are_not_kept_without_end() -> None:
+    judge = Judge()
+    for number in range(20):
+        judge.hear(*[Finding("external", "hello", slot=0, code=1000 * number + each) for each in range(1000)])
+    assert len(judge.said) == LIMITS.most + 1 and "only what is grave is heard" in judge.said[-1].text
+    judge.hear(xid(79, 1))
+    assert judge.done(1, Action.DEAD) == 1
+
+
 # ---- coming and going ---------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,8 @@ def watched(
     (directory / "job" / "strikes.json").write_text(json.dumps(strikes))
     settings: dict[str, Any] = {"nvml": False, "quiet": 0.5, **(monitor or {})}
     told = [Told(directory / "job" / "told"), *settings.pop("sources", ())]
-    made = HealthMonitor(sources=told, gpus=GPUS[: sum(job.degrees)], **settings)
+    slots = sum(job.degrees) + job.strategy.get("spares", 0)
+    made = HealthMonitor(sources=told, gpus=GPUS[:slots], **settings)
     got = returns(supervising, world, job, waits, directory, monitor=made, **options)
     path = got.directory / "rows" / "events.jsonl"
     return got, [event for event in read_events(path) if event["event"] == "health"] if path.exists() else []
@@ -108,6 +109,18 @@ def test_the_job_does_not_go_below_its_minimum_for_a_sick_device(
         *((1, "drain"), (1, "stays")),
         *((2, "drain"), (2, "stays")),
     ]
+
+
+def test_a_sick_spare_does_not_take_the_place_of_who_dies(
+    supervising: SupervisingProcess, world: Worlds, tmp_path: Path
+) -> None:
+    job = Job((2, 2), ((3, 4, "backward"),), module=JOB.module, strategy={"spares": 1})
+    strikes = [
+        *(strike(1, 0, "maintenance", "at noon", gpu=GPUS[4]), until(2, "drain")),
+        {"step": 3, "slot": 0, "call": "sleep", "values": [0.5]},
+    ]
+    got, _ = watched(supervising, world, tmp_path, strikes, job, degrees=(2, 1), there={0, 1, 2}, spares=1, **STAY)
+    assert "has ended before it had joined: maintenance: at noon" in got.output
 
 
 def test_a_contained_error_starts_the_rank_again_on_the_same_device(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,7 @@ class FileSource:
         self.path, self.interval = Path(path).absolute(), float(interval)
         self._reader = _Reader(self.path)
 
-    def __call__(self, job: WatchedJob) -> Iterator[Finding]:
+    def __call__(self, job: WatchedJob) -> Iterable[Finding]:
         while not job.ending():
             yield from self.look(job)
             wait(job, self.interval)

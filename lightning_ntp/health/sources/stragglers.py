@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -68,7 +68,7 @@ class StragglerSource:
         self._found: set[int] = set()
         self._blind = False
 
-    def __call__(self, job: WatchedJob) -> Iterator[Finding]:
+    def __call__(self, job: WatchedJob) -> Iterable[Finding]:
         if self._job is not job:
             self._begin(job)
         while not job.ending():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from lightning_ntp.health.conditions import one_line
@@ -58,7 +58,7 @@ class HttpSource:
         self._entries: list[Entry] = []
         self._failures, self._told = 0, False
 
-    def __call__(self, job: WatchedJob) -> Iterator[Finding]:
+    def __call__(self, job: WatchedJob) -> Iterable[Finding]:
         while not job.ending():
             yield from self.look(job)
             wait(job, self.pause)

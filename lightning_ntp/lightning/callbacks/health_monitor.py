@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ _AGAIN_SECONDS = 30.0
 """Between two tries to leave, of a rank without which the job cannot go on."""
 _TIMES_RENEW = 5.0
 """So many intervals lie between two tries to reach a lost device: it takes NVML to be started anew."""
+_carried: dict[Path, int] = {}
+"""How far the log of a job was read in this process: a second fit, with a monitor of its own, tells nothing again."""
 _COUNTED = ("suspect", "drain", "dead")
 
 
@@ -51,7 +53,7 @@ class HealthMonitor(Callback):
         ValueError: If another argument is.
     """
 
-    ntp_own_attributes = ("_next_try", "_directory", "_note", "_answers")
+    ntp_own_attributes = ("sources", "_next_try", "_directory", "_note", "_answers")
 
     def __init__(
         self,
@@ -71,13 +73,17 @@ class HealthMonitor(Callback):
                 raise ValueError(f"sources: {source!r} is not callable: a source is a function that yields findings")
         if isinstance(gpus, str) or any(not isinstance(gpu, str) or not gpu for gpu in gpus or ()):
             raise ValueError(f"gpus={gpus!r} must be a list of UUIDs, one per slot, or None")
-        if gpus is not None and len(set(gpus)) < len(gpus) and nvml:
+        if gpus is not None and len(set(gpus)) < len(gpus) and nvml and not is_rank():
             log.warning("gpus names a device twice: what befalls it befalls all slots that work on it")
         self.rules, self.nvml = rules, nvml
         self.sources, self.gpus = tuple(sources), tuple(gpus or ())
         self.interval, self.quiet = float(interval), float(quiet)
         SeverityTable(rules)  # a mistake is told where it was made
+        self._watches = False
+        """Sources are asked in this process."""
         self._next_try = 0.0
+        self._step = 0
+        """Steps when the last batch had ended."""
         self._directory: Path | None = None
         """The job's, in its ranks."""
         self._note: Path | None = None
@@ -85,10 +91,15 @@ class HealthMonitor(Callback):
         self._read = 0
         """How far the job's log of verdicts was read; all ranks have the same, since they read it alike."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # they are asked in this process, so they need not travel to spawned ranks: a lambda could not
+        return {**self.__dict__, "sources": () if self._watches else self.sources}
+
     def device_watch(self) -> DeviceWatch:
         """For the launcher, in the launching process."""
         from lightning_ntp.nvml import NvmlSource
 
+        self._watches = True
         nvml = [NvmlSource(self.interval, renew=_TIMES_RENEW * self.interval)] if self.nvml else []
         limits = Limits(quiet=self.quiet)
         return HealthWatch([*nvml, *self.sources], SeverityTable(self.rules), limits, self.gpus, self.interval)
@@ -103,9 +114,12 @@ class HealthMonitor(Callback):
         directory = self._directory = RankIdentity.from_environ().job_dir if is_rank() else None
         if directory is None:
             return
+        self._read = max(self._read, _carried.get(directory, 0))
         slot = RankIdentity.from_environ().slot
         self._note, self._answers = jobs.unwell_note(directory, slot), jobs.stays_note(directory, slot)
         device = trainer.strategy.root_device
+        if device.type != "cuda" and self.nvml and not self.gpus and trainer.is_global_zero:
+            log.warning("health of GPUs is not watched: the ranks work on %s; training goes on", device.type)
         if device.type == "cuda" and not self.gpus:
             with contextlib.suppress(OSError):
                 jobs.write_whole(jobs.device_note(directory, slot), device_uuid(device.index or 0))
@@ -118,7 +132,10 @@ class HealthMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if directory is not None and trainer.is_global_zero and every and trainer.global_step % every == 0:
+        before, self._step = self._step, trainer.global_step
+        if directory is None or not trainer.is_global_zero or not every or trainer.global_step % every:
+            return
+        if before != trainer.global_step:  # the other batches of an accumulated step have nothing new
             _log_metrics(trainer, directory)
 
     @override
@@ -136,6 +153,7 @@ class HealthMonitor(Callback):
     def _leave_if_told(self, trainer: Trainer) -> None:
         note = self._note
         if note is None or not note.exists():  # 2 us; asked in every step
+            self._next_try = 0.0  # what comes after a note that was withdrawn is answered anew
             return
         now = time.monotonic()
         if now < self._next_try:
@@ -167,8 +185,9 @@ class HealthMonitor(Callback):
             return
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
+        _carried[directory] = self._read
         if trainer.is_global_zero:
-            self._log(trainer, directory, [json.loads(line) for line in whole.splitlines()])
+            self._log(trainer, directory, list(_entries(whole)))
 
     def _log(self, trainer: Trainer, directory: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         for entry in entries:
@@ -176,6 +195,12 @@ class HealthMonitor(Callback):
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
         _log_metrics(trainer, directory)
+
+
+def _entries(lines: bytes) -> Iterator[dict[str, Any]]:
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError):  # a full disk has cut it off
+            yield json.loads(line)
 
 
 def _log_metrics(trainer: Trainer, directory: Path) -> None:
