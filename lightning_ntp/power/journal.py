@@ -52,11 +52,11 @@ class Journal:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             with self._looking, locked(self.directory) as alone:
-                why = self._taken(gpu) if alone else "somebody else claims GPUs for too long"
+                why, lasts = self._taken(gpu) if alone else ("somebody else claims GPUs for too long", False)
                 if not why:
                     self._file.put(Entry(gpu, CLAIM, None, None, None, self.owner, job))
                     return
-            if time.monotonic() > deadline:
+            if lasts or time.monotonic() > deadline:
                 raise Taken(why)
             time.sleep(_TICK)
 
@@ -128,14 +128,17 @@ class Journal:
                 each.file.close()
         return found
 
-    def _taken(self, gpu: str) -> str:
+    def _taken(self, gpu: str) -> tuple[str, bool]:
+        """Why a GPU cannot be had, empty if it can; and whether that is so for long."""
         for each in self._others():
             for entry in each.entries:
                 if entry.gpu == gpu and each.file is None:
-                    return f"it is in use by job {entry.job!r} ({each.owner}, journal {each.path})"
+                    # else somebody holds a dead owner's file, to put back what is in it
+                    lives = each.owner.seems_alive(self.owner) is True
+                    return f"it is in use by job {entry.job!r} ({each.owner}, journal {each.path})", lives
                 if entry.gpu == gpu and entry.lever != CLAIM:
-                    return f"what job {entry.job!r} has left there is not put back yet (journal {each.path})"
-        return ""
+                    return f"what job {entry.job!r} has left there is not put back yet (journal {each.path})", True
+        return "", False
 
 
 class Leftovers:
@@ -179,7 +182,7 @@ class Leftovers:
     def drop(self, entry: Entry) -> None:
         """It is put back."""
         with self._guard:
-            for file in self._files.values():
+            for file in list(self._files.values()):
                 if entry in file.entries():
                     self._drop(file, entry)
 
