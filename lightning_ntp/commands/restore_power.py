@@ -17,6 +17,8 @@ from lightning_ntp.power.levers import Levers, Nvml
 from lightning_ntp.power.putting_back import Result, Status, put_back
 
 _SECONDS = 15.0
+_DYING_SECONDS = 2.0
+"""A process that was killed still holds its journal until the last of its threads has come back from the disk."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -30,9 +32,16 @@ def main(args: Sequence[str] | None = None) -> None:
     journal = Journal(directory, lambda line: print(line, file=sys.stderr))
     leftovers = Leftovers(journal, change=not options.dry_run)
     leftovers.refresh()
+    deadline = time.monotonic() + _DYING_SECONDS
+    while any(found.owner.seems_alive(journal.owner) is False for found in leftovers.alive):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+        leftovers.refresh()
     for found in leftovers.alive:
         gpus = {entry.gpu for entry in found.entries if entry.lever != CLAIM}
-        print(f"left alone: {len(gpus)} GPUs of job {found.entries[0].job!r}, whose {found.owner} lives ({found.path})")
+        how = "somebody puts them back, or it dies" if found.owner.seems_alive(journal.owner) is False else "it lives"
+        print(f"left alone: {len(gpus)} GPUs of job {found.entries[0].job!r}, {found.owner}: {how} ({found.path})")
     entries = leftovers.entries()
     if not entries:
         print(f"nothing to put back ({directory})")

@@ -71,16 +71,20 @@ class Hand:
         result = self.close()
         if not result.over:
             return replace(result, why=f"what was written before is not put back: {result.why}")
-        self._leftovers.refresh()
-        result = self.put_back_leftovers()
-        if not result.over:
-            return replace(result, why=f"what a dead owner has left is not put back: {result.why}")
-        try:
-            self._journal.claim(self.gpu, job)
-        except Taken as error:
-            return Result(Status.REFUSED, str(error))
-        except OSError as error:
-            return Result(Status.FAILED, f"the journal cannot be written: {error}")
+        for last in (False, True):
+            self._leftovers.refresh()
+            result = self.put_back_leftovers()
+            if not result.over:
+                return replace(result, why=f"what a dead owner has left is not put back: {result.why}")
+            try:
+                self._journal.claim(self.gpu, job)
+                break
+            except Taken as error:
+                if last or error.lives:
+                    return Result(Status.REFUSED, str(error))
+                # its owner has died meanwhile
+            except OSError as error:
+                return Result(Status.FAILED, f"the journal cannot be written: {error}")
         try:
             bounds, limit = self._levers.bounds(), self._levers.limit()
         except CallError as error:

@@ -24,7 +24,16 @@ LEVERS = (POWER_LIMIT, CLOCKS)
 
 
 class Taken(Exception):
-    """A GPU is another owner's; says whose."""
+    """A GPU is another owner's; says whose.
+
+    Args:
+        why: In words.
+        lives: Whether that owner lives, so that it is of no use to try again.
+    """
+
+    def __init__(self, why: str, lives: bool) -> None:
+        super().__init__(why)
+        self.lives = lives
 
 
 class Journal:
@@ -52,12 +61,12 @@ class Journal:
         deadline = time.monotonic() + _LOCK_SECONDS
         while True:
             with self._looking, locked(self.directory) as alone:
-                why, lasts = self._taken(gpu) if alone else ("somebody else claims GPUs for too long", False)
-                if not why:
+                taken, soon = self._taken(gpu) if alone else (Taken("somebody else claims GPUs too long", True), True)
+                if taken is None:
                     self._file.put(Entry(gpu, CLAIM, None, None, None, self.owner, job))
                     return
-            if lasts or time.monotonic() > deadline:
-                raise Taken(why)
+            if not soon or time.monotonic() > deadline:
+                raise taken
             time.sleep(_TICK)
 
     def unclaim(self, gpu: str) -> None:
@@ -128,17 +137,19 @@ class Journal:
                 each.file.close()
         return found
 
-    def _taken(self, gpu: str) -> tuple[str, bool]:
-        """Why a GPU cannot be had, empty if it can; and whether that is so for long."""
+    def _taken(self, gpu: str) -> tuple[Taken | None, bool]:
+        """Why a GPU cannot be had, if so; and whether that may be over soon."""
         for each in self._others():
             for entry in each.entries:
                 if entry.gpu == gpu and each.file is None:
-                    # else somebody holds a dead owner's file, to put back what is in it
-                    lives = each.owner.seems_alive(self.owner) is True
-                    return f"it is in use by job {entry.job!r} ({each.owner}, journal {each.path})", lives
+                    # a dead owner's file is held by who puts back what is in it, or by what is left of the owner
+                    lives = each.owner.seems_alive(self.owner) is not False
+                    why = f"it is in use by job {entry.job!r} ({each.owner}, journal {each.path})"
+                    return Taken(why, lives), not lives
                 if entry.gpu == gpu and entry.lever != CLAIM:
-                    return f"what job {entry.job!r} has left there is not put back yet (journal {each.path})", True
-        return "", False
+                    why = f"what job {entry.job!r} has left there is not put back yet (journal {each.path})"
+                    return Taken(why, False), False
+        return None, False
 
 
 class Leftovers:
