@@ -10,12 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_ntp.power.answers import Answer, answer_of
 from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT
-from lightning_ntp.power.putting_back import Status
 from lightning_ntp.power.requests import Setting, setting_record
 
 _BOOTSTRAP = (
@@ -24,35 +23,11 @@ _BOOTSTRAP = (
 )
 """The package is found where this one is, and nothing in the working directory: a file there may be called like a
 module."""
-_LOST = "there is no helper (any more)"
 _MOST_UNREAD_BYTES = 1 << 20
 _PIECE = 1 << 16
 _PINGS_PER_LEASE = 5
 _left_behind: list[subprocess.Popen[bytes]] = []
 """Told to end, and still putting back: the driver hangs. They end by themselves."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the helper says of a GPU.
-
-    Args:
-        gpu: UUID.
-        status: ``done``, or what kept it from being done; ``denied`` if the helper may not write, ``lost`` if there is
-            none.
-        why: In words, if it is not done.
-        values: What came along: ``limit_w``, ``clocks_mhz``, of a GPU that was taken also ``minimum_w``, ``ceiling_w``
-            and ``maximum_w``.
-    """
-
-    gpu: str
-    status: Status
-    why: str
-    values: Mapping[str, Any]
-
-    @property
-    def done(self) -> bool:
-        return self.status is Status.DONE
 
 
 def power_limit(gpu: str, watts: float) -> Setting:
@@ -77,7 +52,7 @@ class PowerHelper:
             then nothing can be set any more, and a helper that has not been killed has put everything back.
         lease: Of a child: seconds of silence after which it takes this process for dead.
         maximum: Of a child: let limits rise to the highest that the hardware takes, not only to the one that is set.
-        seconds: The longest that any method waits.
+        seconds: The longest that any method waits for an answer; twice that if the helper takes no messages either.
 
     Raises:
         ValueError: If ``lease`` or ``seconds`` is not above 0.
@@ -120,7 +95,9 @@ class PowerHelper:
         return self._why
 
     def open(self, gpus: Sequence[str]) -> dict[str, Answer]:
-        """Start or find the helper, and take GPUs.
+        """Start or find the helper, and take GPUs; again: put back what it had, and take these.
+
+        After its helper was lost it has none for good: make another one.
 
         Args:
             gpus: UUIDs.
@@ -139,7 +116,7 @@ class PowerHelper:
                 for run in (self._listen, self._ping):
                     threading.Thread(target=run, name="ntp-power", daemon=True).start()
         answer = self._ask(do="hello", job=self._job, gpus=list(gpus))
-        return {gpu: _answer(gpu, answer.get("gpus", {}).get(gpu), answer) for gpu in gpus}
+        return {gpu: answer_of(gpu, answer.get("gpus", {}).get(gpu), answer) for gpu in gpus}
 
     def set(self, *settings: Setting) -> list[Answer]:
         """Write values. Lower ones are written first, and higher ones only if those are done.
@@ -154,7 +131,7 @@ class PowerHelper:
             return []
         answer = self._ask(do="set", settings=[setting_record(setting) for setting in settings])
         answers = answer.get("settings") or [None] * len(settings)
-        return [_answer(setting.gpu, each, answer) for setting, each in zip(settings, answers, strict=False)]
+        return [answer_of(setting.gpu, each, answer) for setting, each in zip(settings, answers, strict=False)]
 
     def release(self, gpu: str | None = None) -> dict[str, Answer]:
         """Give the levers of one GPU, or all, their first values.
@@ -164,7 +141,7 @@ class PowerHelper:
         """
         answer = self._ask(do="release", gpu=gpu or "all")
         found = answer.get("gpus", {gpu: None} if gpu else {})
-        return {name: _answer(name, each, answer) for name, each in found.items()}
+        return {name: answer_of(name, each, answer) for name, each in found.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Every GPU that a client of the helper has: its job, its limit in W, its clocks in MHz."""
@@ -289,15 +266,6 @@ class PowerHelper:
         self._socket.close()
         if self._on_lost is not None and not told:
             self._on_lost(why)
-
-
-def _answer(gpu: str, record: Mapping[str, Any] | None, message: Mapping[str, Any]) -> Answer:
-    if record is None:
-        if "refused" in message:
-            return Answer(gpu, Status.REFUSED, str(message["refused"]), {})
-        return Answer(gpu, Status.LOST, str(message.get("lost", _LOST)), {})
-    values = {key: value for key, value in record.items() if key not in ("gpu", "lever", "status", "why")}
-    return Answer(gpu, Status(record["status"]), str(record["why"]), values)
 
 
 def _hang_up(channel: socket.socket) -> None:

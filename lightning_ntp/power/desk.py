@@ -167,7 +167,7 @@ class Desk:
         place = self._places.get(gpu)
         if place is None or place.holder is not client:
             return Result(Status.REFUSED, "it was not taken")
-        return await self._ask(place, place.hand.put_back, _CALL_SECONDS)
+        return await self._ask(place, place.hand.put_back, _CALL_SECONDS, sure=True)
 
     async def _move_all(self, client: object, settings: Iterable[Setting]) -> list[Result]:
         return await asyncio.gather(*(self._move(client, each) for each in settings))
@@ -178,10 +178,18 @@ class Desk:
             return Result(Status.REFUSED, "it was not taken")
         return await self._ask(place, lambda: place.hand.move(setting.lever, setting.value), _CALL_SECONDS)
 
-    async def _ask(self, place: Place, call: Callable[[], T], seconds: float) -> T | Result:
-        """Make a call in the GPU's thread. One that has not begun in time, since another one hangs, never will."""
+    async def _ask(self, place: Place, call: Callable[[], T], seconds: float, sure: bool = False) -> T | Result:
+        """Make a call in the GPU's thread.
+
+        Args:
+            place: The GPU.
+            call: What to do.
+            seconds: The longest that is waited for it.
+            sure: Whether it is done later too. Otherwise what has not begun in time, as the driver hangs, never will.
+        """
+        future = asyncio.wrap_future(place.thread.submit(call))
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(place.thread.submit(call)), seconds)
+            return await asyncio.wait_for(asyncio.shield(future) if sure else future, seconds)
         except asyncio.TimeoutError:
             return Result(Status.LATE, f"the driver has not answered within {seconds:g} s")
         except Exception as error:

@@ -21,7 +21,7 @@ from lightning_ntp.power.client import PowerHelper, power_limit
 from lightning_ntp.power.owners import start_time
 from lightning_ntp.power.putting_back import Status
 from tests.nvml.mock import MockNvml
-from tests.power.standing import ROOT, wait_until
+from tests.power.standing import ROOT, Raw, wait_until
 
 WRITE = "nvmlDeviceSetPowerManagementLimit"
 
@@ -32,7 +32,7 @@ def is_all_back(nvml: MockNvml) -> bool:
 
 
 @contextmanager
-def trainer(uuids: list[str], seed: int = 0, lease: float = 5.0) -> Iterator[subprocess.Popen[bytes]]:
+def trainer(uuids: list[str], seed: int | str = 0, lease: float = 5.0) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tests.power.trainer", str(seed), str(lease), *uuids]
     process = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -96,6 +96,60 @@ def test_whoever_is_killed_a_hundred_times(nvml: MockNvml, uuids: list[str], dir
     wait_until(lambda: not list(directory.glob("*.jsonl")))
 
 
+def test_a_trainer_that_dies_is_noticed_though_its_socket_is_held_by_others(
+    nvml: MockNvml, uuids: list[str], directory: Path
+) -> None:
+    """Ranks are forked from the launching process, and hold whatever it has open."""
+    with trainer(uuids, "share", lease=60) as process:
+        helper = helper_of(process)
+        assert process.stdout is not None
+        sleeper = int(process.stdout.readline().split()[1])
+        try:
+            assert nvml.get("power_limit", 0) == 300_000
+            process.kill()
+            wait_until(lambda: start_time(helper) is None, "the helper has not noticed it")
+            assert is_all_back(nvml) and start_time(sleeper) is not None
+        finally:
+            kill(sleeper)
+
+
+def test_a_mistake_of_the_helpers_own_puts_everything_back(
+    nvml: MockNvml, uuids: list[str], directory: Path, tmp_path: Path
+) -> None:
+    program = (
+        "import asyncio, sys\n"
+        "from lightning_ntp.power import __main__, desk\n"
+        "async def tidy(self):\n"
+        "    while not desk.Path(sys.argv[2]).with_name('now').exists():\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    raise RuntimeError('a mistake')\n"
+        "desk.Desk.tidy = tidy\n"
+        "__main__.main(sys.argv[1:])\n"
+    )
+    path = tmp_path / "socket"
+    command = [sys.executable, "-c", program, "--socket", str(path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
+    wait_until(path.exists)
+    client = Raw(path)
+    client.ask(do="hello", job="one", gpus=uuids)
+    client.ask(do="set", settings=[{"gpu": gpu, "limit_w": 300} for gpu in uuids])
+    assert not is_all_back(nvml)
+    (tmp_path / "now").touch()
+    said = process.communicate(timeout=20)[1]
+    client.close()
+    assert b"its own mistake: RuntimeError" in said and is_all_back(nvml)
+
+
+def test_a_terminal_that_takes_no_lines_holds_nobody_up() -> None:
+    program = (
+        "import os\nfrom lightning_ntp.power.log import Log\nlog = Log()\n"
+        "for _ in range(5000):\n    log.say('x' * 1000)\nlog.close()\nos._exit(3)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE)
+    assert process.wait(20) == 3
+    process.communicate()
+
+
 def test_a_trainer_that_is_stopped_loses_its_lease(nvml: MockNvml, uuids: list[str]) -> None:
     with trainer(uuids, lease=0.5) as process:
         helper = helper_of(process)
@@ -141,6 +195,9 @@ def test_a_driver_that_hangs_in_one_gpu_holds_up_no_other(
         hang.release()
         wait_until(lambda: nvml.get("power_limit", 0) == 400_000)
         assert one.set(power_limit(uuids[0], 450))[0].done, "what could not begin in time was never made"
+    with nvml.block(WRITE, gpu=0):
+        assert one.release(uuids[0])[uuids[0]].status is Status.LATE
+    wait_until(lambda: nvml.get("power_limit", 0) == 700_000, "what is to be put back is put back, however late")
     one.close()
     assert is_all_back(nvml) and (WRITE, 650_000) not in [(each.call, each.arguments[0]) for each in nvml.history()]
 
