@@ -83,8 +83,12 @@ class Boost:
         self.pace = PaceFilter(math.log(relative), PLAN_SPREAD, noise)
         self.speed = 0.0
         """What was asked for last."""
-        self._target, self._settling, self._slewing = math.log(relative), 0, False
+        self._target, self._settling = math.log(relative), 0
+        self._slewing = self._moved = False
         self._commanded: dict[str, float] = {}
+        self.relative_time = 1.0
+        """Compute time over that of those who set the pace, as far as power cannot make it up. It changes only when a
+        change of speed has shown what it does: samples shall not move for what may come to nothing."""
 
     def replan(self, gpus: Mapping[str, SpeedCurve], guards: Mapping[str, HeatGuard], relative: float) -> None:
         """Who works in the replica, or the plan, has changed: start from the new plan."""
@@ -128,6 +132,7 @@ class Boost:
             # a write failed, or somebody else has written: what the loop thinks of follows what is
             self.pace.move(there - self.speed, doubt=0.5)
             self.speed = self._target = there
+            self._commanded = {}
         if ratio is not None:
             self.pace.update(math.log(ratio))
 
@@ -163,12 +168,21 @@ class Boost:
             limits_w: GPU -> power limit, watts.
             limited: Whether the budget gave less than was wished for.
         """
-        if speed != self.speed:
+        self._moved = speed != self.speed
+        if self._moved:
             self.pace.move(speed - self.speed)
             self.speed, self._settling = speed, self._settings.settle
         if limited or not self._slewing:
             self._target = speed  # what cannot be had is not waited for: no wind-up
         self._commanded = {gpu: limits_w[gpu] for gpu in self.gpus}
+
+    def is_short(self, reach: float) -> bool:
+        """Whether the replica is too slow and ``reach``, the highest speed that it could be given, is used up."""
+        slow = self.pace.value > self._settings.deadband
+        short = slow and self.speed >= reach - KEEP
+        if not self._settling and not self._moved and (short or not slow):
+            self.relative_time = math.exp(self.pace.value) if short else 1.0
+        return short
 
     # ---- what there is ----------------------------------------------------------------------------------------
 

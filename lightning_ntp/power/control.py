@@ -59,6 +59,7 @@ class Controller:
         self._boosts: dict[int, Boost] = {}
         self._draws: dict[str, _Draw] = {}
         self._noises: dict[int, NoiseMeter] = {}
+        self._asked: dict[str, float] = {}
         # a budget below the sum of the limits at start is ours to bring about; other limits are the operator's until
         # they are changed here
         self._ours = {each.gpu for each in domain.gpus if domain.shares_w[each.gpu] < each.start_w}
@@ -91,7 +92,7 @@ class Controller:
         missing = {
             replica: 100 * math.expm1(boost.pace.value)
             for replica, boost in self._boosts.items()
-            if boost.pace.value > self._settings.deadband and boost.speed >= reach[replica] - 0.002
+            if boost.is_short(reach[replica])
         }
         return self._decision(measurement, limits, away, missing, reach)
 
@@ -129,8 +130,8 @@ class Controller:
             curves = {gpu: self._curves[gpu] for gpu in live[replica]}
             for gpu in curves:
                 if gpu not in self._guards:
-                    top_w = self._domain.by_gpu[gpu].top_w
-                    self._guards[gpu] = HeatGuard(self._domain.shares_w[gpu], top_w, self._settings.heat)
+                    share_w, top_w = self._domain.shares_w[gpu], self._domain.by_gpu[gpu].top_w
+                    self._guards[gpu] = HeatGuard(share_w, top_w, self._settings.heat, self._curves[gpu].rest)
             guards = {gpu: self._guards[gpu] for gpu in curves}
             if replica in self._boosts:
                 self._boosts[replica].replan(curves, guards, times)
@@ -178,12 +179,13 @@ class Controller:
         for gpu, limit in limits.items():
             reading = measurement.gpus.get(gpu)
             now = None if reading is None else reading.limit_w
-            present[gpu] = self._domain.by_gpu[gpu].start_w if now is None else now
+            present[gpu] = self._asked.get(gpu, self._domain.by_gpu[gpu].start_w) if now is None else now
             if limit != self._domain.shares_w[gpu]:
                 self._ours.add(gpu)
             elif self._domain.shares_w[gpu] == self._domain.by_gpu[gpu].start_w and abs(present[gpu] - limit) < 0.001:
                 self._ours.discard(gpu)
         wanted = {gpu: limit for gpu, limit in limits.items() if gpu in self._ours}
+        self._asked = dict(wanted)
         held = sum(self._domain.held_w(gpu, draw) for gpu, draw in away.items())
         clocks = {}
         boosted = {gpu: boost for boost in self._boosts.values() for gpu in boost.gpus}
@@ -197,7 +199,11 @@ class Controller:
             clocks_mhz=clocks,
             writes=ordered(present, wanted, self._domain.total_w, held),
             held_w=held,
-            relative_time={r: 1 + missing.get(r, 0.0) / 100 for r in measurement.live if measurement.live[r]},
+            relative_time={
+                replica: self._boosts[replica].relative_time if replica in self._boosts else 1.0
+                for replica, gpus in measurement.live.items()
+                if gpus
+            },
             missing_percent=missing,
             notes=self._notes(away, missing, reach),
         )

@@ -37,6 +37,7 @@ class SpeedCurve:
         self._power_w: float | None = None
         self._clock_mhz: float | None = None
         self._capped: deque[bool] = deque(maxlen=20)
+        self._rests: deque[tuple[float, float]] = deque(maxlen=20)
         self._at_top = 0
         self._useful_w = math.inf
 
@@ -50,6 +51,8 @@ class SpeedCurve:
         limit_w = self._share_w if reading.limit_w is None else reading.limit_w
         self._capped.append("power_cap" in reading.reasons or reading.power_w > 0.95 * limit_w)
         self._power_w = _smooth(self._power_w, reading.power_w)
+        if reading.margin_c is not None:
+            self._rests.append((reading.margin_c, self._power_w))
         if reading.clock_mhz is not None:
             self._clock_mhz = _smooth(self._clock_mhz, reading.clock_mhz)
 
@@ -64,6 +67,11 @@ class SpeedCurve:
             self._useful_w = max(self._share_w, USEFUL * reading.power_w)
         elif self._at_top == -FOR_SURE:
             self._useful_w = math.inf
+
+    @property
+    def rest(self) -> tuple[float, float] | None:
+        """The smallest temperature margin without a boost, degrees C, and the power then, watts; None if not known."""
+        return min(self._rests, default=None)
 
     @property
     def _is_capped(self) -> bool:

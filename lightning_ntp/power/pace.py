@@ -22,6 +22,8 @@ SURE = 1.5
 """Standard deviations that a value must be away from 0 to be acted on."""
 SURPRISE = 3.5
 """Standard deviations of the mean innovation above which the load must have changed."""
+OUTLIER = 4.0
+"""Standard deviations to which an innovation is cut."""
 RECENT = 0.25
 """Weight of the newest innovation in their mean."""
 
@@ -96,7 +98,10 @@ class PaceFilter:
         self._noise.hear(measured)
         self._variance += DRIFT * DRIFT
         noise = self._noise.deviation**2
-        innovation, total = measured - self.value, self._variance + noise
+        total = self._variance + noise
+        # one outlier, a step with a checkpoint for instance, must not look like another load
+        most = OUTLIER * math.sqrt(total)
+        innovation = min(max(measured - self.value, -most), most)
         self._surprise += RECENT * (innovation / math.sqrt(total) - self._surprise)
         if abs(self._surprise) > SURPRISE * math.sqrt(RECENT / (2 - RECENT)):
             self._variance, self._surprise = self._variance + self._spread**2, 0.0

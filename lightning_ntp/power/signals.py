@@ -76,7 +76,8 @@ class Decision:
             a failed write ask :func:`~lightning_ntp.power.budget.next_write` for the rest.
         held_w: What GPUs that do not work hold of the budget, watts.
         relative_time: Replica -> its compute time at equal samples over that of the replicas that set the pace,
-            filtered; 1 while power can still do it. What :func:`~lightning_ntp.power.shares.split` wants to know.
+            filtered, as far as power has shown that it cannot make it up. What
+            :func:`~lightning_ntp.power.shares.split` wants to know.
         missing_percent: Replica -> by how many per cent its step takes longer at equal samples, where no headroom is
             left: work for samples to move.
         notes: What a person should know of the state now, in order of replicas; the same as before if nothing changes.

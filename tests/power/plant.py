@@ -261,7 +261,7 @@ class Plant:
         """Write what the loop says, one by one; the sum is looked at after every write."""
         for write in decision.writes:
             gpu = self.gpus[write.gpu]
-            assert abs(gpu.limit_w - write.before_w) < 1e-6 or not gpu.readable
+            assert abs(gpu.limit_w - write.before_w) < 0.001 or not gpu.readable
             if gpu.refuses:
                 continue
             gpu.limit_w = write.after_w
