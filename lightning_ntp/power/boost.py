@@ -65,7 +65,7 @@ class Boost:
         gpus: GPU -> its curve, for those that work.
         guards: GPU -> its guard.
         relative: Planned compute time over that of the replicas that set the pace.
-        noise: What is known of the noise of measured compute times.
+        before: The logarithm of its measured compute time over that of the others before the loss, and the noise.
         settings: See there.
     """
 
@@ -74,16 +74,19 @@ class Boost:
         gpus: Mapping[str, SpeedCurve],
         guards: Mapping[str, HeatGuard],
         relative: float,
-        noise: NoiseMeter,
+        before: NoiseMeter,
         settings: BoostSettings,
     ) -> None:
         self._settings = settings
         self.gpus, self._guards = gpus, guards
         self._relative = relative
-        self.pace = PaceFilter(math.log(relative), PLAN_SPREAD, noise)
+        # GPUs are not alike: what the replica was slower or faster before, it is after
+        expected = math.log(relative) + before.level
+        self.pace = PaceFilter(expected, PLAN_SPREAD, before)
         self.speed = 0.0
         """What was asked for last."""
-        self._target, self._settling = math.log(relative), 0
+        # the interval of the loss shows a mixture
+        self._target, self._settling = expected, settings.settle
         self._slewing = self._moved = False
         self._commanded: dict[str, float] = {}
         self.relative_time = 1.0
@@ -96,7 +99,7 @@ class Boost:
             return
         self.pace.expect(math.log(relative / self._relative))
         self.gpus, self._guards, self._relative = gpus, guards, relative
-        self._target, self._settling = self.speed + self.pace.value, 0
+        self._target, self._settling = self.speed + self.pace.value, self._settings.settle
         self._commanded = {gpu: watts for gpu, watts in self._commanded.items() if gpu in gpus}
 
     # ---- one interval -----------------------------------------------------------------------------------------

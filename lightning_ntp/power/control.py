@@ -58,7 +58,7 @@ class Controller:
         self._guards: dict[str, HeatGuard] = {}
         self._boosts: dict[int, Boost] = {}
         self._draws: dict[str, _Draw] = {}
-        self._noises: dict[int, NoiseMeter] = {}
+        self._before: dict[int, NoiseMeter] = {}
         self._asked: dict[str, float] = {}
         # a budget below the sum of the limits at start is ours to bring about; other limits are the operator's until
         # they are changed here
@@ -80,7 +80,7 @@ class Controller:
         for replica in times.keys() & relative.keys():
             ratio = _ratio(times, [r for r, planned in relative.items() if planned == 1.0 and r != replica], replica)
             if ratio is not None and replica not in self._boosts:
-                self._noises.setdefault(replica, NoiseMeter()).hear(math.log(ratio))
+                self._before.setdefault(replica, NoiseMeter()).hear(math.log(ratio))
         for replica, boost in self._boosts.items():
             ratio = _ratio(times, [r for r, planned in relative.items() if planned == 1.0], replica)
             boost.hear(measurement.gpus, ratio, measurement.now_s)
@@ -137,7 +137,7 @@ class Controller:
                 self._boosts[replica].replan(curves, guards, times)
             else:
                 self._boosts[replica] = Boost(
-                    curves, guards, times, self._noises.pop(replica, NoiseMeter()), self._settings
+                    curves, guards, times, self._before.pop(replica, NoiseMeter()), self._settings
                 )
 
     def _learn(self, measurement: Measurement, live: Mapping[int, tuple[str, ...]]) -> None:

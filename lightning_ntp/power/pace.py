@@ -18,13 +18,13 @@ FIRST_NOISE = 0.03
 """Standard deviation of a measurement of which nothing is known."""
 LEAST_NOISE = 0.001
 """Standard deviation below which no measurement is believed to be."""
-SURE = 1.5
+SURE = 2.0
 """Standard deviations that a value must be away from 0 to be acted on."""
-SURPRISE = 3.5
+SURPRISE = 4.5
 """Standard deviations of the mean innovation above which the load must have changed."""
 OUTLIER = 4.0
 """Standard deviations to which an innovation is cut."""
-RECENT = 0.25
+RECENT = 0.1
 """Weight of the newest innovation in their mean."""
 
 
@@ -38,7 +38,9 @@ class NoiseMeter:
     def __init__(self, deviation: float = FIRST_NOISE) -> None:
         self._variance = deviation * deviation
         self._last: float | None = None
-        self._count = 0
+        self._count = self._heard = 0
+        self.level = 0.0
+        """The mean of the measurements, recent ones weigh more; 0 if there were none."""
 
     @property
     def deviation(self) -> float:
@@ -47,6 +49,8 @@ class NoiseMeter:
 
     def hear(self, measured: float) -> None:
         """One measurement, following the one before."""
+        self._heard += 1
+        self.level += (measured - self.level) * max(0.02, 1 / self._heard)
         if self._last is not None:
             self._count += 1
             # an outlier is news of another kind; the first ones are averaged, with the assumption counting as four

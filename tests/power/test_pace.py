@@ -11,6 +11,7 @@ def test_noise_is_learned_from_differences(noise: float) -> None:
     for _ in range(300):
         meter.hear(0.7 + rng.gauss(0, noise))
     assert meter.deviation == pytest.approx(noise, rel=0.5)
+    assert meter.level == pytest.approx(0.7, abs=noise / 2)
 
 
 def test_the_error_that_the_filter_believes_in_is_the_one_it_makes() -> None:
