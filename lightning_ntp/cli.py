@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 CLI_REQUIREMENTS = ("jsonargparse", "docstring_parser", "typeshed_client")
 
 #: Modules of :mod:`lightning_ntp.commands`; none of them needs :data:`CLI_REQUIREMENTS`.
-_COMMANDS = ("doctor", "plan", "status", "drain", "restart", "relayout", "restore-power")
+COMMANDS = ("doctor", "plan", "status", "drain", "restart", "relayout", "restore-power")
 
 _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
-    "epilog": "Besides these, each with a --help of its own: `lightning-ntp doctor` says whether training would survive"
-    " a loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status` shows it,"
-    " `drain SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their places;"
-    " `restore-power` puts back power limits that a job has left which was killed.",
+    "epilog": "Besides these, each with a --help of its own (`lightning-ntp doctor --help`): `doctor` says whether"
+    " training would survive a loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status`"
+    " shows it, `drain SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their"
+    " places; `restore-power` puts back power limits that a job has left which was killed.",
 }
 
 
@@ -43,7 +43,7 @@ def main(args: Sequence[str] | None = None) -> None:
         SystemExit: with a message, when the packages for the command line are missing; and as LightningCLI does.
     """
     given = sys.argv[1:] if args is None else list(args)
-    if given and given[0] in _COMMANDS:
+    if given and given[0] in COMMANDS:
         import_module(f"lightning_ntp.commands.{given[0].replace('-', '_')}").main(given[1:])
         return
     build(args)

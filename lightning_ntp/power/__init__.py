@@ -1,1 +1,3 @@
-"""Power of GPUs: limits and clocks are written by one process, and put back whatever happens."""
+"""Power of GPUs when a replica has lost one: :mod:`.control` decides how much each gets, without a driver; everything
+else here writes limits and clocks, in one process, and puts them back whatever happens.
+"""
