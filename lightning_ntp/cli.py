@@ -28,9 +28,10 @@ COMMANDS = ("doctor", "plan", "status", "drain", "restart", "relayout", "restore
 _ABOUT = {
     "description": "Train with Lightning's command line, the strategies ntp, ntp_spawn and ntp_notebook registered.",
     "epilog": "Besides these, each with a --help of its own (`lightning-ntp doctor --help`): `doctor` says whether"
-    " training would survive a loss on this machine, `plan` prints what the loss of a rank would cost; of a running job, `status`"
-    " shows it, `drain SLOT` lets a rank leave, `restart SLOT` starts one again, `relayout` lets slots go back to their"
-    " places; `restore-power` puts back power limits that a job has left which was killed.",
+    " training would survive a loss on this machine, `plan` prints what the loss of a rank would cost; of"
+    " a running job, `status` shows it, `drain SLOT` lets a rank leave, `restart SLOT` starts one again,"
+    " `relayout` lets slots go back to their places; `restore-power` puts back power limits that a job has"
+    " left which was killed.",
 }
 
 
