@@ -96,6 +96,7 @@ class Gpu:
     errors: int = 0
     readable: bool = True
     refuses: bool = False
+    stuck: bool = False
     power_w: float = 0.0
     clock: float = 1.0
     reasons: frozenset[Reason] = frozenset()
@@ -280,7 +281,7 @@ class Plant:
             assert self.committed_w() <= self.domain.total_w + 1e-6 or before, f"{write} leaves {self.committed_w()} W"
         assert self.committed_w() <= self.domain.total_w + 1e-6 or any(gpu.refuses for gpu in self.gpus.values())
         for name, clock in decision.clocks_mhz.items():
-            if self.gpus[name].locked != clock:
+            if self.gpus[name].locked != clock and not self.gpus[name].stuck:
                 self.gpus[name].locked = clock
                 self.records[-1].writes += 1
 

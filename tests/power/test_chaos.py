@@ -202,6 +202,7 @@ def test_a_driver_that_hangs_in_one_gpu_holds_up_no_other(
     assert is_all_back(nvml) and (WRITE, 650_000) not in [(each.call, each.arguments[0]) for each in nvml.history()]
 
 
+@pytest.mark.chaos
 def test_a_driver_that_hangs_for_ever_delays_the_end_by_seconds_and_the_journal_knows(
     nvml: MockNvml,
     helper: Callable[..., PowerHelper],
@@ -221,6 +222,7 @@ def test_a_driver_that_hangs_for_ever_delays_the_end_by_seconds_and_the_journal_
     assert is_all_back(nvml) and "put back: 700 W (job 'job' had set 500 W)" in capsys.readouterr().out
 
 
+@pytest.mark.chaos
 def test_nvml_that_hangs_at_its_start_is_an_answer(
     nvml: MockNvml, helper: Callable[..., PowerHelper], uuids: list[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import Phase, given, settings
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_ntp.power.control import (
     BoostSettings,
+    BudgetError,
     Controller,
     Domain,
     GpuBounds,
@@ -221,6 +222,23 @@ def test_a_lost_gpu_that_cannot_be_asked_lends_nothing_unless_somebody_vouches_f
     assert vouched.decisions[-1].limits_w["GPU-10"] == pytest.approx(450 + 370 / 3, abs=1)
 
 
+def test_a_lost_gpu_that_draws_again_has_its_power_back_at_once() -> None:
+    def draws(plant: Plant) -> None:
+        measure = plant.measurement
+
+        def with_draw(compute_s: Mapping[int, float]) -> Measurement:
+            found = measure(compute_s)
+            reading = dataclasses.replace(found.gpus[LOST], power_w=320.0)
+            return dataclasses.replace(found, gpus={**found.gpus, LOST: reading})
+
+        plant.measurement = with_draw  # type: ignore[method-assign]
+
+    run = simulate(Machine(), intervals=30, events={20: draws})
+    assert run.decisions[19].limits_w["GPU-10"] == pytest.approx(450 + 365 / 3, abs=2)
+    assert run.decisions[20].limits_w["GPU-10"] == pytest.approx(450 + 120 / 3, abs=2)
+    assert run.decisions[20].held_w == 330
+
+
 def test_samples_come_back_with_the_gpu() -> None:
     events: dict[int, Callable[[Plant], None]] = {
         40: lambda plant: plant.announce(LOST),
@@ -242,6 +260,7 @@ def test_samples_come_back_with_the_gpu() -> None:
     spread=st.floats(0, 0.08),
     seed=st.integers(0, 1000),
 )
+@pytest.mark.chaos
 def test_no_cooling_is_so_bad_that_a_boost_makes_a_gpu_too_hot(
     resistance: float, ambient: float, tau: float, interval: float, spread: float, seed: int
 ) -> None:
@@ -321,7 +340,20 @@ def test_a_write_that_is_refused_is_not_tried_again_at_once() -> None:
     run = simulate(ROOMY, intervals=40, events={5: refuse}, shares=True)
     asked = sum(any(write.gpu == "GPU-11" for write in each.writes) for each in run.decisions)
     assert asked <= 6 and run.plant.records[-1].step_s <= 1.02 * best_step_s(run.plant)
-    assert "a write that had no effect" in run.decisions[-1].notes[0]
+    assert "a write had no effect" in run.decisions[-1].notes[0]
+
+
+def test_clocks_that_are_refused_are_not_tried_again_at_once() -> None:
+    def stuck(plant: Plant) -> None:
+        plant.gpus["GPU-11"].stuck = True
+
+    run = simulate(LOCKED, intervals=60, events={5: stuck}, settings=BOTH)
+    raised = sum(
+        before.clocks_mhz["GPU-10"] < after.clocks_mhz["GPU-10"]
+        for before, after in zip(run.decisions, run.decisions[1:], strict=False)
+    )
+    assert raised <= 6
+    assert run.decisions[-1].missing_percent[1] == pytest.approx(100 * run.gaps[-1], abs=1.5)
 
 
 def test_limits_that_somebody_else_has_set_on_healthy_replicas_are_left_alone() -> None:
@@ -354,6 +386,11 @@ def test_without_a_loss_nothing_is_said_and_nothing_done() -> None:
     for k in range(30):
         decision = controller.step(measurement(k, {0: 1.0, 1: 1.3}))
     assert decision.writes == () and decision.notes == () and decision.relative_time == {0: 1.0, 1: 1.0}
+
+
+def test_a_gpu_of_another_job_is_refused() -> None:
+    with pytest.raises(BudgetError, match="g9"):
+        Controller(TWO).step(measurement(0, {}, live={0: ("g0", "g9")}))
 
 
 def test_a_replica_that_is_gone_is_no_ones_concern() -> None:

@@ -56,7 +56,7 @@ def is_at_first(nvml: MockNvml) -> bool:
     return nvml.get("power_limit", 0) == 700_000 and nvml.get("locked_clock_max", 0) == 0
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.chaos) for call in CALLS[2:])])
 def test_an_error_while_levers_are_moved(nvml: MockNvml, bench: Bench, call: str) -> None:
     for code in CODES:
         for skip in (0, 1):

@@ -56,6 +56,7 @@ def test_two_helpers_do_not_fight(nvml: MockNvml, standing: Make, uuids: list[st
     assert taken[uuids[1]]["status"] == "done"
 
 
+@pytest.mark.chaos
 def test_a_helper_puts_back_what_another_one_leaves_that_is_killed(
     nvml: MockNvml, standing: Make, uuids: list[str], directory: Path
 ) -> None:

@@ -89,6 +89,8 @@ class Boost:
         self._target, self._settling = expected, settings.settle
         self._slewing = self._moved = False
         self._commanded: dict[str, float] = {}
+        self._refused, self._refused_until, self._now_s = 0.0, -math.inf, -math.inf
+        self._retry = settings.heat.retry_s
         self.relative_time = 1.0
         """Compute time over that of those who set the pace, as far as power cannot make it up. It changes only when a
         change of speed has shown what it does: samples shall not move for what may come to nothing."""
@@ -112,7 +114,7 @@ class Boost:
             ratio: Compute time over that of the replicas that set the pace, at equal samples; None if not measured.
             now_s: Seconds.
         """
-        settled = self._settling == 0
+        self._now_s, settled = now_s, self._settling == 0
         self._settling = max(0, self._settling - 1)
         speeds = []
         for gpu, curve in self.gpus.items():
@@ -121,10 +123,7 @@ class Boost:
             limit_w = curve.limit_w(math.exp(self.speed)) if asked is None else asked
             if reading is not None:
                 curve.watch(reading)
-                if reading.limit_w is not None:
-                    if settled and asked is not None and reading.limit_w < 0.99 * asked:
-                        self._guards[gpu].refused(reading.limit_w, now_s)
-                    limit_w = reading.limit_w
+                limit_w = limit_w if reading.limit_w is None else reading.limit_w
             self._guards[gpu].watch(reading, limit_w, now_s)
             locked = curve.clocks_mhz(math.exp(self.speed)) if reading is None else reading.locked_mhz
             speeds.append(curve.speed(limit_w, locked))
@@ -133,6 +132,9 @@ class Boost:
         there = math.log(max(0.1, min(speeds)))
         if abs(there - self.speed) > KEEP:
             # a write failed, or somebody else has written: what the loop thinks of follows what is
+            if there < self.speed:
+                self._refused, self._refused_until = max(0.0, there), now_s + self._retry
+                self._retry = min(2 * self._retry, self._settings.heat.longest_retry_s)
             self.pace.move(there - self.speed, doubt=0.5)
             self.speed = self._target = there
             self._commanded = {}
@@ -190,11 +192,14 @@ class Boost:
     # ---- what there is ----------------------------------------------------------------------------------------
 
     def top(self) -> float:
-        """The highest speed that ceilings, heat and clocks allow."""
-        return math.log(min(curve.top_speed(self._guards[gpu].cap_w) for gpu, curve in self.gpus.items()))
+        """The highest speed that ceilings, heat, clocks and refused writes allow."""
+        top = math.log(min(curve.top_speed(self._guards[gpu].cap_w) for gpu, curve in self.gpus.items()))
+        return min(top, self._refused) if self._now_s < self._refused_until else top
 
     def why(self) -> str:
         """What holds the highest speed, for people."""
+        if self._now_s < self._refused_until:
+            return "a write had no effect, or somebody else has lowered a limit"
         slowest = min(self.gpus, key=lambda gpu: self.gpus[gpu].top_speed(self._guards[gpu].cap_w))
         guard = self._guards[slowest]
         if guard.why:

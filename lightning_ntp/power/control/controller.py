@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from lightning_ntp.power.control.boost import Boost, BoostSettings
-from lightning_ntp.power.control.budget import Domain, allocate, ordered
+from lightning_ntp.power.control.budget import BudgetError, Domain, allocate, ordered
 from lightning_ntp.power.control.curve import SpeedCurve
 from lightning_ntp.power.control.heat import HeatGuard
 from lightning_ntp.power.control.pace import NoiseMeter
@@ -72,6 +72,8 @@ class Controller:
         """
         live = {replica: gpus for replica, gpus in measurement.live.items() if gpus}
         working = {gpu for gpus in live.values() for gpu in gpus}
+        if unknown := sorted(working - self._domain.by_gpu.keys()):
+            raise BudgetError(f"{', '.join(unknown)}: not in the domain of {len(self._domain.gpus)} GPUs")
         away = self._away(measurement, working)
         relative = self._relative(measurement, live)
         self._place(live, relative)
@@ -147,7 +149,9 @@ class Controller:
                 continue
             for gpu in gpus:
                 reading = measurement.gpus.get(gpu)
-                if reading is not None and gpu not in self._ours:
+                # at another limit, one that somebody else has set for instance, it shows another speed
+                share_w = self._domain.shares_w[gpu]
+                if reading is not None and abs((reading.limit_w or share_w) - share_w) < 1:
                     self._curves[gpu].learn(reading)
 
     # ---- what they get ----------------------------------------------------------------------------------------

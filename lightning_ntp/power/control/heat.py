@@ -133,10 +133,6 @@ class HeatGuard:
         else:
             self._raise(limit_w, now_s)
 
-    def refused(self, limit_w: float, now_s: float) -> None:
-        """A higher limit was asked for and is not there: it is not asked for again for a while."""
-        self._lower(limit_w, "a write that had no effect", now_s)
-
     def _lower(self, cap_w: float, why: str, now_s: float) -> None:
         cap_w = max(self._share_w, cap_w)
         if cap_w < self._cap_w:

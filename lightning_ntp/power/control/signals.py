@@ -72,7 +72,8 @@ class Decision:
 
     Args:
         limits_w: GPU that works -> power limit, watts; the limits at start where nothing is boosted.
-        clocks_mhz: GPU that works and whose clocks were locked -> upper end of the locked clocks.
+        clocks_mhz: GPU that works and whose clocks were locked -> upper end of the locked clocks. To be written after
+            the limits; the limits bound the power in any order.
         writes: The limits that differ from those read, in an order in which the budget holds at every moment. After
             a failed write ask :func:`~lightning_ntp.power.control.budget.next_write` for the rest.
         held_w: What GPUs that do not work hold of the budget, watts.
