@@ -89,8 +89,9 @@ def test_the_help_names_the_commands_that_are_not_lightnings(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     whole = " ".join(capsys.readouterr().out.split()).replace("lightning- ntp", "lightning-ntp")  # as lines may break
-    for command in ("plan", "drain", "restart", "relayout"):
-        assert f"`lightning-ntp {command}" in whole
+    assert "`lightning-ntp doctor`" in whole
+    for command in ("doctor", "plan", "status", "drain", "restart", "relayout"):
+        assert f"`lightning-ntp {command}" in whole or f"`{command}" in whole
         with pytest.raises(SystemExit) as done:
             cli.main([command, "--help"])
         assert done.value.code == 0
