@@ -175,7 +175,7 @@ class Verdicts:
             return []
         self._overflows = True
         text = f"more than {self._limits.most} things were found within an hour: of others, only what is grave is heard"
-        return [Verdict(Action.LOG, NOBODY, "too many", text, Finding("external", text, slot=0))]
+        return [Verdict(Action.LOG, NOBODY, "too many", text, Finding("external", text, gpu="-"))]
 
     def _tell_again(self, where: str, condition: Condition, now: float) -> list[Verdict]:
         """About something that was told before: a line now and then."""
