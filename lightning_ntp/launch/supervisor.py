@@ -444,7 +444,7 @@ class Supervisor:
         for signum, _ in self._relay.due(float("inf")):  # all ranks ended of it before it was this loop's turn
             self._ending.stop(signum, time.monotonic())
         stop = self._ending.stop_signal
-        if not survivors and not self._failures and stop is None:
+        if self._codes and self._left.issuperset(self._codes) and not self._failures and stop is None:
             text = "All ranks have left as they were told to, and nobody is there to finish the job."
             self._failures.append(Failure(-1, text, 1, float("-inf"), signature="deserted"))
         cause = find_cause(self._failures)
