@@ -72,7 +72,7 @@ def test_files_and_commands_that_are_named_exist() -> None:
     for target in re.findall(r"\]\((?!http)([^)]+)\)", prose):
         assert (ROOT / target).exists(), target
     commands = set(re.findall(r"`lightning-ntp (\w+)", prose))
-    assert commands == {"plan", "drain", "restart", "relayout"}
+    assert commands == {"plan", "status", "drain", "restart", "relayout"}
     assert all((ROOT / f"lightning_ntp/commands/{command}.py").exists() for command in commands)
     config = yaml.safe_load((ROOT / "examples/gpt/config.yaml").read_text())
     assert config["trainer"]["strategy"]["class_path"] == "lightning_ntp.NTPStrategy"

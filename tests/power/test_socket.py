@@ -85,7 +85,8 @@ def test_another_user_is_turned_away(nvml: MockNvml, standing: Make, uuids: list
     assert message is not None and f"user {os.geteuid()} is not among those that are allowed" in message["ended"]
     client.say(json.dumps({"do": "hello", "job": "one", "gpus": uuids}).encode() + b"\n")
     assert client.hear() is None
-    assert f"of user {os.geteuid()} is refused" in helper.said and nvml.history() == []
+    wait_until(lambda: f"of user {os.geteuid()} is refused" in helper.said)  # read from its stderr
+    assert nvml.history() == []
     one = PowerHelper("job", helper.path)
     (answer,) = one.open(uuids[:1]).values()
     assert answer.status is Status.LOST and "is not among those that are allowed" in answer.why
@@ -186,7 +187,7 @@ def test_nonsense_is_refused_and_the_helper_lives(nvml: MockNvml, standing: Make
     owner.say(b"nonsense\n")
     assert owner.hear() == {"id": None, "refused": "it is no JSON"}
     assert list(owner.ask(do="state")["gpus"]) == uuids and helper.process.poll() is None
-    assert "it is no JSON: b'nonsense" in helper.said
+    wait_until(lambda: "it is no JSON: b'nonsense" in helper.said)
     assert nvml.history() == []
 
 
