@@ -127,6 +127,7 @@ class WaitsForNewcomers(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step in self._steps:
+            self._steps.discard(trainer.global_step)  # once: before a later micro-batch somebody may be lost already
             try:
                 wait_until_all_stand_by(trainer, self._patience)
             except TimeoutError:
