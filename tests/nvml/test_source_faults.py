@@ -79,6 +79,7 @@ def test_a_call_that_hangs_is_named_and_holds_up_nobody_else(
         assert ears.signals() == {"stalled", "recovery_action", "xid"}
 
 
+@pytest.mark.chaos
 def test_while_a_call_hangs_nvml_is_not_started_anew(nvml: MockNvml, source: NvmlSource, uuids: list[str]) -> None:
     with listening(source, dict(enumerate(uuids))) as ears:
         ears.wait_for_events(nvml, *uuids)
@@ -116,6 +117,7 @@ def test_a_driver_that_hangs_does_not_hold_up_the_end(
         assert pid not in children_of(os.getpid())
 
 
+@pytest.mark.chaos
 def test_a_process_that_says_nothing_any_more_is_replaced(
     nvml: MockNvml, source: NvmlSource, uuids: list[str], warnings: Callable[[], list[str]]
 ) -> None:

@@ -180,6 +180,7 @@ def test_a_helper_that_is_stopped_does_not_hold_up_who_asks(
     assert nvml.get("power_limit", 0) == 700_000
 
 
+@pytest.mark.chaos
 def test_a_driver_that_hangs_in_one_gpu_holds_up_no_other(
     nvml: MockNvml, helper: Callable[..., PowerHelper], uuids: list[str], directory: Path
 ) -> None:

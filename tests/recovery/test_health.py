@@ -145,6 +145,7 @@ def test_a_slot_comes_back_when_its_device_has_passed_its_check(
     assert "slot 3 is not started again yet: " in got.output
 
 
+@pytest.mark.chaos
 def test_a_rank_that_is_slower_than_its_peers_is_suspected(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path
 ) -> None:

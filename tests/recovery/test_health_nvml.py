@@ -158,6 +158,7 @@ def test_every_call_says_that_the_device_is_lost(
     assert actions(events) == [(3, "dead")] and "slot 3: gpu lost" in got.output
 
 
+@pytest.mark.chaos
 def test_a_device_that_was_lost_comes_back(
     supervising: SupervisingProcess, world: Worlds, tmp_path: Path, nvml: MockNvml
 ) -> None:
