@@ -126,6 +126,7 @@ def test_who_is_away_until_its_device_has_been_quiet_is_not_called_well(
     watch.ended(0)
     findings.append(Finding("maintenance", "over", slot=0, clears=True))
     wrong = ["its device must show nothing bad for 60 s first"]
+    eventually(jobs.health_state(tmp_path).exists)
     eventually(lambda: json.loads(jobs.health_state(tmp_path).read_text())["0"]["wrong"] == wrong)
 
 
