@@ -128,7 +128,9 @@ def _slot(job: RunningJob, slot: int, place: tuple[int, int], health: Mapping[st
     doing = "gone" if not pid else "starting" if sample is None else IN_WORDS[sample.tag]
     if pid and place == (-1, -1) and sample is not None:
         doing = "waits for a place"
-    if sample is not None and sample.waiting:
+    if sample is not None and sample.left:
+        doing = "leaves"
+    elif sample is not None and sample.waiting:
         doing += ", waiting for others"
     worst = str(health.get("worst", ""))
     if worst in ("ignore", "log"):

@@ -122,11 +122,16 @@ def on_gpu(what: str, gpu: int | None, **arguments: Any) -> None:
 
 
 def note_status(path: Path) -> None:
-    """What `lightning-ntp status` says of this rank's job."""
+    """What `lightning-ntp status` says of this rank's job, once slot 1 is gone: a process takes a moment to end."""
     from lightning_ntp.commands import status
 
     directory = RankIdentity.from_environ().job_dir
-    (job,) = [each for each in jobs.running_jobs() if each.directory == directory]
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        (job,) = [each for each in jobs.running_jobs() if each.directory == directory]
+        if 1 not in job.pids or time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
     path.write_text("\n".join(status.describe(status.look(job, 3))))
 
 
