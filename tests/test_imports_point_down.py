@@ -25,7 +25,7 @@ ROOMS_BELOW: dict[str, set[str]] = {
     # The hook that names the strategies to Lightning, and what stands on top of everything.
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},
-    "commands": {"plan", "launch", "health", "nvml", "power", "parallel", "lightning"},
+    "commands": {"plan", "launch", "health", "nvml", "power", "parallel", "comm", "lightning"},
     "cli": {"_autoload", "lightning", "commands"},
     "__main__": {"cli"},
     "__init__": {"_autoload", "plan", "launch", "parallel", "comm", "engine", "lightning"},

@@ -24,7 +24,7 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 _IMPOSSIBLE_TAG = 0x7FFFFFF0
 _DEVICE_TIMEOUT = 20.0
 
-_NCCL_ENVIRONMENT = {
+NCCL_ENVIRONMENT = {
     # The watchdog thread must not end the process, nor abort groups by itself: we do, all together.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -43,7 +43,7 @@ def prepare_environment(backend: str) -> None:
     """Set what the backend reads from the environment, before the first group exists. The user's settings stay."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a time-out is how we wait, not worth a C++ trace
     if backend == "nccl":
-        for name, value in _NCCL_ENVIRONMENT.items():
+        for name, value in NCCL_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
 

@@ -32,14 +32,14 @@ _FREE_BYTES = 64 * 2**20
 """For a job's directory."""
 _DESCRIPTORS_PER_RANK = 16
 _NVML_SECONDS = 15.0
-_FATAL_SETTINGS = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0",),
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0",),
-    "TORCH_NCCL_PROPAGATE_ERROR": ("0",),
-    "TORCH_NCCL_ENABLE_MONITORING": ("0",),
-    "NCCL_NVLS_ENABLE": ("0",),
-}
-"""Variables that, set to anything else, let torch or NCCL end or block ranks by themselves."""
+_FATAL_SETTINGS = (
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_PROPAGATE_ERROR",
+    "TORCH_NCCL_ENABLE_MONITORING",
+    "NCCL_NVLS_ENABLE",
+)
+"""Variables that, set to anything else than the package does, let torch or NCCL end or block ranks by themselves."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,12 @@ def _store() -> Check:
 
 
 def _settings() -> Check:
+    from lightning_ntp.comm.backends import NCCL_ENVIRONMENT
+
     wrong = [
-        f"{name}={os.environ[name]}: leave it unset (the package sets {right[0]})"
-        for name, right in _FATAL_SETTINGS.items()
-        if os.environ.get(name, right[0]) not in right
+        f"{name}={os.environ[name]}: leave it unset (the package sets {NCCL_ENVIRONMENT[name]})"
+        for name in _FATAL_SETTINGS
+        if os.environ.get(name, NCCL_ENVIRONMENT[name]) != NCCL_ENVIRONMENT[name]
     ]
     if wrong:
         return Check("environment", "fails", "\n".join(wrong))

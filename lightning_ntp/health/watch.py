@@ -32,7 +32,7 @@ _BATCH_SECONDS = 0.02
 _CLOSE_SECONDS = 2.0
 _CONSEQUENCE = {
     Action.SUSPECT: "suspect, it goes on",
-    Action.RESTART: "its rank is started again on the same device",
+    Action.RESTART: "its rank ends, and may be started again on the same device",
     Action.DRAIN: "it leaves in one of the next steps",
     Action.DEAD: "its rank is ended now",
 }

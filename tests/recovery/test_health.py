@@ -128,7 +128,7 @@ def test_a_contained_error_starts_the_rank_again_on_the_same_device(
 ) -> None:
     strikes = [strike(2, 3, "xid", "contained", code=94), until(3, "restart")]
     got, _ = watched(supervising, world, tmp_path, strikes, waits=(5,))
-    assert "slot 3: XID 94" in got.output and "its rank is started again on the same device" in got.output
+    assert "slot 3: XID 94" in got.output and "its rank ends, and may be started again on the same device" in got.output
 
 
 def test_a_slot_comes_back_when_its_device_has_passed_its_check(
