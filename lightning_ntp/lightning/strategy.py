@@ -191,6 +191,7 @@ class NTPStrategy(ParallelStrategy):
         self._sync: GradientSync | None = None
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
+        self._compute_time: engine.ComputeTime | None = None
         self._verify: Literal["auto"] | bool = verify
         self._verification: Verification | None = None
         self._resumable: set[Optimizer] = set()
@@ -446,6 +447,7 @@ class NTPStrategy(ParallelStrategy):
             if not self._runtime.joining:
                 self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
+            self._compute_time = engine.ComputeTime(self.root_device)
         sharded = self.sharded
         private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
         self.setup_precision_plugin()
@@ -750,6 +752,8 @@ class NTPStrategy(ParallelStrategy):
         if self._verification.due:
             assert self._first_steps is not None and self._sync is not None
             self._verification.run(step, batch, self._first_steps, self._sync)
+        assert self._compute_time is not None
+        self._compute_time.begin()
         return step(batch)
 
     @override
@@ -795,7 +799,10 @@ class NTPStrategy(ParallelStrategy):
         self._transaction.before_backward()
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        assert self._compute_time is not None
+        self._compute_time.pause()
         share = self._batches.loss_share()
+        self._compute_time.go_on()
         checks = self._first_steps.begin()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()
@@ -812,6 +819,7 @@ class NTPStrategy(ParallelStrategy):
             self._first_steps.run()
             if not self._sync_blocked:
                 self._sync.begin()
+        self._compute_time.end()
         self._reach("sync")
         if self._sync_blocked:
             self._sync.release()

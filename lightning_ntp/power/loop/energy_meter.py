@@ -1,0 +1,95 @@
+"""What power costs: watts of every replica, joules of a step and of a token, and the price of a boost, as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lightning_ntp.power.control import BoostPrice, OperatingPoint, boost_prices
+
+STEP = 0.05
+"""Boosts whose power differs by less than this, as a fraction of the power without one, are one point."""
+LEAST_S = 3.0
+"""Seconds that a point needs before it counts."""
+
+
+@dataclass
+class _Sum:
+    seconds: float = 0.0
+    joules: float = 0.0
+    work: float = 0.0
+    """Samples that the replica would have computed without waiting."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Energy of one interval.
+
+    Args:
+        watts: Replica -> mean power of its GPUs together.
+        joules_per_step: Of all replicas; None if no step was completed.
+        joules_per_token: None too if the tokens of a step are not known.
+    """
+
+    watts: Mapping[int, float]
+    joules_per_step: float | None
+    joules_per_token: float | None
+
+
+@dataclass
+class EnergyMeter:
+    """Adds up intervals. Numbers per step are of all steps since the last one that was told."""
+
+    _points: dict[int, dict[int, _Sum]] = field(default_factory=dict)
+    _joules: float = 0.0
+    _steps: float = 0.0
+
+    def take(self, seconds: float, watts: Mapping[int, float | None], steps: float, tokens_per_step: int) -> Spent:
+        """Take an interval in.
+
+        Args:
+            seconds: How long it was.
+            watts: Replica -> power of its GPUs together; None if one of them could not be read.
+            steps: Optimizer steps in it, parts of one counted.
+            tokens_per_step: Of all replicas; 0 if it is not known.
+        """
+        known = {replica: power for replica, power in watts.items() if power is not None}
+        if len(known) < len(watts):  # a part of the energy is no energy of a step
+            self._joules = self._steps = 0.0
+            return Spent(known, None, None)
+        self._joules += seconds * sum(known.values())
+        self._steps += steps
+        if self._steps < 1:
+            return Spent(known, None, None)
+        per_step = self._joules / self._steps
+        self._joules = self._steps = 0.0
+        return Spent(known, per_step, per_step / tokens_per_step if tokens_per_step else None)
+
+    def boosted(self, replica: int, seconds: float, watts: float, sample_s: float, base_watts: float) -> None:
+        """An interval of a replica at a certain power.
+
+        Args:
+            replica: Which.
+            seconds: How long it was.
+            watts: Power of its GPUs together.
+            sample_s: Seconds that it computes per sample.
+            base_watts: Its power without a boost, with as many GPUs.
+        """
+        point = self._points.setdefault(replica, {}).setdefault(round((watts / base_watts - 1) / STEP), _Sum())
+        point.seconds += seconds
+        point.joules += seconds * watts
+        point.work += seconds / sample_s
+
+    def prices(self, replica: int) -> tuple[BoostPrice, ...]:
+        """What boosts of a replica have cost so far; nothing if it was measured at one power only."""
+        found = [
+            OperatingPoint(each.joules / each.seconds, each.work / each.seconds)
+            for each in self._points.get(replica, {}).values()
+            if each.seconds >= LEAST_S
+        ]
+        return boost_prices(found) if len(found) > 1 else ()
+
+    def forget(self, replicas: Iterable[int]) -> None:
+        """These replicas are made of other GPUs now."""
+        for replica in replicas:
+            self._points.pop(replica, None)

@@ -1,0 +1,346 @@
+"""Power and pace of one job: what is measured, decided, written and told in one interval."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightning_ntp.launch import jobs
+from lightning_ntp.nvml.readings import Reading
+from lightning_ntp.power.control import BoostSettings, BudgetError, Controller, Decision, HeatLimits, Lever, Measurement
+from lightning_ntp.power.loop.domain import Levers, find_levers
+from lightning_ntp.power.loop.energy_meter import EnergyMeter, Spent
+from lightning_ntp.power.loop.measuring import Measurer
+from lightning_ntp.power.loop.paces import PaceMeter
+from lightning_ntp.power.loop.places import Places, Work
+from lightning_ntp.power.loop.report import Report
+from lightning_ntp.power.loop.settings import PowerSettings
+from lightning_ntp.power.putting_back import Status
+
+_PATIENCE = 60.0
+"""Seconds for devices to be named by their ranks."""
+_SAME_TIME = 0.002
+"""Relative times that differ by less are not worth a note to rank 0."""
+_AGAIN_SECONDS = 5.0
+"""Between two starts of a helper that was lost."""
+_DENIED_SECONDS = 300.0
+"""Until limits are tried again that might not be written: permissions may change."""
+
+
+class PowerJob:
+    """See the module. All but :meth:`started`, :meth:`lends` and :meth:`why_held` run in the loop's thread.
+
+    Args:
+        settings: See there.
+        job_dir: The job's directory.
+        places: Who works where.
+        alive: Gives the slots that work, or are about to.
+        readings: Gives the driver's newest readings, by UUID.
+    """
+
+    def __init__(
+        self,
+        settings: PowerSettings,
+        job_dir: Path,
+        places: Places,
+        alive: Callable[[], set[int]],
+        readings: Callable[[], Mapping[str, Reading]],
+    ) -> None:
+        self._settings, self._job_dir, self._places = settings, job_dir, places
+        self._alive, self._readings = alive, readings
+        self._paces, self._energy, self._report = PaceMeter(job_dir), EnergyMeter(), Report(job_dir)
+        self._measurer = Measurer(self._paces, readings, settings.interval, settings.max_temperature)
+        self._levers: Levers | None = None
+        self._controller: Controller | None = None
+        self._decision: Decision | None = None
+        self._began = self._last = time.monotonic()
+        self._not_before = self._denied_until = 0.0
+        self._told_times: dict[int, float] = {}
+        self._serial = 0
+        self._base_w: dict[str, float] = {}
+        """GPU -> what it draws without a boost, watts."""
+        self.fatal = ""
+        """Why the job must end."""
+
+    # ---- from other threads -----------------------------------------------------------------------------------
+
+    def started(self, slot: int) -> None:
+        """A rank has started."""
+        self._paces.forget(slot)
+
+    def lends(self, slot: int) -> bool:
+        """Whether others have power that belongs to this slot's GPU."""
+        decision, levers = self._decision, self._levers
+        if decision is None or levers is None or levers.writer is None or levers.of_slot.get(slot) in decision.limits_w:
+            return False
+        shares = levers.domain.shares_w
+        return any(watts > shares[gpu] + 0.5 for gpu, watts in list(levers.writer.limits_w.items()))
+
+    def why_held(self, slot: int) -> str:
+        """Why :meth:`lends` is still so, for people."""
+        writer = None if self._levers is None else self._levers.writer
+        refused = [] if writer is None else list(writer.refused.values())
+        return "; ".join(f"{each.gpu}: {each.why}" for each in refused[:3]) or "the loop has not come to it"
+
+    # ---- one interval -----------------------------------------------------------------------------------------
+
+    def look(self, go_on: Callable[[], bool]) -> None:
+        """One interval.
+
+        Args:
+            go_on: Whether the job goes on; asked before each write.
+        """
+        self._places.look()
+        work, replicas, now = self._places.work(), self._replicas(), time.monotonic()
+        if not work.training or not replicas:
+            self.give_back()
+            return
+        if self._levers is not None and self._levers.writer is not None and self._levers.writer.lost:
+            why = self._levers.writer.why_lost
+            self._report.event("lost", f"the helper that writes limits is gone: {why}; all limits are back")
+            self._forget(now + _AGAIN_SECONDS)
+        if self._controller is None and not self._set_up(now):
+            return
+        assert self._controller is not None and self._levers is not None
+        self._energy.forget(self._measurer.changed(replicas))
+        idle = self._alive() & self._levers.of_slot.keys() - {s for slots in replicas.values() for s in slots}
+        measurement = self._measurer.measure(self._levers, replicas, idle, work, now)
+        decision = self._controller.step(measurement)
+        self._write(decision, measurement, go_on)
+        self._decision = decision
+        self._tell(measurement, decision, work, replicas, now)
+        self._last = now
+
+    def give_back(self) -> None:
+        """Nobody trains: limits are as at the start. Cheap if they are already."""
+        if self._controller is not None:
+            self._forget(0.0)
+            self._tell_times({})
+            self._report.returned()
+
+    def close(self) -> None:
+        """The job is over."""
+        self._forget(float("inf"))
+        self._paces.close()
+
+    # ---- beginning and ending ---------------------------------------------------------------------------------
+
+    def _replicas(self) -> dict[int, tuple[int, ...]]:
+        """Replica -> its slots that work."""
+        alive = self._alive()
+        found = {r: tuple(s for s in slots if s in alive) for r, slots in self._places.replicas().items()}
+        return {replica: slots for replica, slots in found.items() if slots}
+
+    def _set_up(self, now: float) -> bool:
+        """Find out what there is to move. False as long as it is too early."""
+        homes, named = self._places.homes(self._alive()), self._places.gpus
+        unnamed = [slot for slot in homes if slot not in named]
+        if now < self._not_before or (named and unnamed and now < self._began + _PATIENCE):
+            return False
+        settings = self._settings
+        writes = settings.writes and now >= self._denied_until
+        try:
+            levers = find_levers(settings, self._job_dir.name, homes, named, self._readings(), writes, self._deny)
+        except BudgetError as error:
+            self.fatal = f"PowerManager: {error}"
+            self._not_before = float("inf")
+            return False
+        self._levers = levers
+        turned: frozenset[Lever] = frozenset(settings.levers)
+        if settings.locked_clocks is None and turned != {"clocks"}:
+            turned = frozenset({"power_limit"})
+        heat = HeatLimits(guard_c=settings.margin)
+        self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
+        self._paces.begin_anew()
+        self._begin_profiles(levers)
+        self._say_what_there_is(levers)
+        return True
+
+    def _say_what_there_is(self, levers: Levers) -> None:
+        if not levers.powered:
+            if self._settings.writes:
+                why = (
+                    "NVIDIA's driver knows none of the devices"
+                    if not self._places.gpus
+                    else "some limits are not known"
+                )
+                self._report.once("none", f"nothing can be raised: {why}; paces are measured")
+            return
+        if levers.writer is not None:
+            domain = levers.domain
+            headroom = sum(each.top_w - domain.shares_w[each.gpu] for each in domain.gpus)
+            ceiling = (
+                "the ceilings are the limits at start" if headroom < 0.5 else f"{headroom:.0f} W below the ceilings"
+            )
+            self._report.once(
+                "began",
+                f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W: {ceiling}",
+            )
+
+    def _begin_profiles(self, levers: Levers) -> None:
+        if not self._settings.profiles or levers.writer is None:
+            return
+        for answer in levers.writer.profiles(self._settings.profiles):
+            if not answer.done:
+                self._report.once("profile", f"workload power profiles of {answer.gpu} are as they were: {answer.why}")
+
+    def _deny(self, why: str) -> None:
+        """Limits may not be written."""
+        self._denied_until = time.monotonic() + _DENIED_SECONDS
+        if self._settings.on_denied == "error":
+            self.fatal = f"PowerManager(on_denied='error'): power limits cannot be written: {why}"
+        moves = self._settings.on_denied == "rebalance" and self._settings.moves_samples
+        instead = "samples move instead" if moves else "nothing is done about it"
+        self._report.once("denied", f"limits cannot be written: {why}; {instead}")
+
+    def _forget(self, not_before: float) -> None:
+        """Give everything back; another controller begins no earlier than that."""
+        levers, self._levers = self._levers, None
+        self._controller = self._decision = None
+        self._not_before = not_before
+        if levers is not None and levers.writer is not None:
+            levers.writer.close()
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def _write(self, decision: Decision, measurement: Measurement, go_on: Callable[[], bool]) -> None:
+        assert self._levers is not None
+        writer = self._levers.writer
+        if writer is None:
+            return
+        present = {}
+        for gpu in decision.limits_w:
+            reading = measurement.gpus.get(gpu)
+            now_w = None if reading is None else reading.limit_w
+            present[gpu] = writer.limits_w[gpu] if now_w is None else now_w
+        for gpu in writer.write(decision, self._levers.domain, present, go_on):
+            self._measurer.written(gpu, time.monotonic())
+        for gpu, answer in writer.refused.items():
+            if answer.status is Status.DENIED:
+                wish = decision.limits_w.get(gpu)
+                what = f"{gpu} would have got {wish:.0f} W: " if wish is not None else ""
+                self._deny(f"{what}{answer.why}")
+                self._forget(0.0)
+                return
+            self._report.once("refused", f"{gpu} was not written: {answer.why}")
+
+    # ---- telling ----------------------------------------------------------------------------------------------
+
+    def _tell(
+        self,
+        measurement: Measurement,
+        decision: Decision,
+        work: Work,
+        replicas: Mapping[int, tuple[int, ...]],
+        now: float,
+    ) -> None:
+        levers = self._levers
+        moves = self._settings.moves_samples and (self._settings.on_denied == "rebalance" or now >= self._denied_until)
+        self._tell_times({r: t for r, t in decision.relative_time.items() if r >= 0} if moves else {})
+        if levers is None:  # it was denied just now
+            return
+        names = {replica: [levers.of_slot[slot] for slot in slots] for replica, slots in replicas.items()}
+        watts = {
+            r: _total(measurement.gpus[g].power_w if g in measurement.gpus else None for g in gpus)
+            for r, gpus in names.items()
+        }
+        seconds = max(1e-3, now - self._last)
+        count = self._paces.micro_batches(slot for slots in replicas.values() for slot in slots)
+        spent = self._energy.take(seconds, watts, count / work.micro_batches, work.tokens)
+        if levers.powered:
+            shares = levers.domain.shares_w
+            limits = {r: sum(decision.limits_w[gpu] for gpu in gpus) for r, gpus in names.items()}
+            at_start = {r: sum(shares[gpu] for gpu in gpus) for r, gpus in names.items()}
+            settled = self._report.limits(limits, at_start, {r: len(gpus) for r, gpus in names.items()})
+            self._price(measurement, names, watts, limits, at_start, seconds, settled)
+        self._report.notes(tuple(note for note in decision.notes if levers.writer is not None or "is missing" in note))
+        self._report.state(_state(measurement, decision, names, watts, spent, levers))
+
+    def _price(
+        self,
+        measurement: Measurement,
+        names: Mapping[int, list[str]],
+        watts: Mapping[int, float | None],
+        limits: Mapping[int, float],
+        at_start: Mapping[int, float],
+        seconds: float,
+        settled: list[int],
+    ) -> None:
+        """What a boost costs, from what was measured at the powers that the replica came through."""
+        for replica, gpus in names.items():
+            total = watts[replica]
+            if limits[replica] <= at_start[replica] + 0.5:
+                for gpu in gpus:
+                    power = measurement.gpus[gpu].power_w if gpu in measurement.gpus else None
+                    if power is not None:
+                        self._base_w[gpu] = 0.8 * self._base_w.get(gpu, power) + 0.2 * power
+            compute = measurement.compute_s.get(replica)
+            if total and compute and all(gpu in self._base_w for gpu in gpus):
+                base = sum(self._base_w[gpu] for gpu in gpus)
+                per_sample = compute / max(1, measurement.samples.get(replica, 1))
+                self._energy.boosted(replica, seconds, total, per_sample, base)
+        for replica in settled:
+            prices = self._energy.prices(replica)
+            if len(prices) > 1 and limits[replica] > at_start[replica]:
+                last, first = prices[-1], prices[0].point
+                self._report.event(
+                    "price",
+                    f"replica {replica}: {last.point.watts / first.watts:.2f} x the power gives {last.speed:.2f} x the speed,"
+                    f" {last.efficiency:.2f} x the samples per joule",
+                    replica,
+                    power_ratio=round(last.point.watts / first.watts, 3),
+                    speed_ratio=round(last.speed, 3),
+                    efficiency_ratio=round(last.efficiency, 3),
+                )
+
+    def _tell_times(self, times: Mapping[int, float]) -> None:
+        """Let rank 0 move samples: how slow every replica is that power does not help, at equal samples."""
+        now = {replica: time for replica, time in times.items() if time > 1 + _SAME_TIME}
+        same = now.keys() == self._told_times.keys() and all(
+            abs(now[r] / self._told_times[r] - 1) < _SAME_TIME for r in now
+        )
+        if same:
+            return
+        self._told_times = dict(now)
+        self._serial += 1
+        content = {"serial": self._serial, "relative_time": {str(r): round(t, 4) for r, t in now.items()}}
+        jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
+
+
+def _total(watts: object) -> float | None:
+    """Of all; None if one is not known."""
+    found = list(watts)  # type: ignore[call-overload]
+    return None if any(each is None for each in found) else float(sum(found))
+
+
+def _state(
+    measurement: Measurement,
+    decision: Decision,
+    names: Mapping[int, list[str]],
+    watts: Mapping[int, float | None],
+    spent: Spent,
+    levers: Levers,
+) -> dict[str, object]:
+    limits = {r: sum(decision.limits_w[gpu] for gpu in gpus) for r, gpus in names.items()}
+    return {
+        "monotonic": measurement.now_s,
+        "budget_w": levers.domain.total_w if levers.powered else None,
+        "joules_per_step": spent.joules_per_step,
+        "joules_per_token": spent.joules_per_token,
+        "notes": list(decision.notes) if levers.powered else [],
+        "replicas": {
+            str(r): {
+                "gpus": gpus,
+                "watts": watts[r],
+                "limit_w": limits[r] if levers.powered else None,
+                "start_w": sum(levers.domain.shares_w[gpu] for gpu in gpus) if levers.powered else None,
+                "compute_s": measurement.compute_s.get(r),
+                "samples": measurement.samples.get(r),
+                "relative_time": decision.relative_time.get(r, 1.0),
+                "missing_percent": decision.missing_percent.get(r, 0.0),
+            }
+            for r, gpus in names.items()
+        },
+    }
