@@ -17,10 +17,9 @@ from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.lightning.callbacks import carried_log
 from lightning_ntp.lightning.callbacks.devices import note_device
-from lightning_ntp.parallel import ShardedModel
+from lightning_ntp.lightning.planned_times import planned_times
 from lightning_ntp.plan import Topology
-from lightning_ntp.plan.layout import UnitSpace
-from lightning_ntp.power.control import Block, Pace, relative_compute_time, split
+from lightning_ntp.power.control import Pace, split
 from lightning_ntp.power.loop.settings import PowerSettings
 
 log = logging.getLogger("lightning_ntp")
@@ -108,6 +107,10 @@ class PowerManager(Callback):
         self._read = 0
         """How far the job's log of power was read; all ranks have the same, since they read it alike."""
         self._step = 0
+        """Steps when the last batch had ended."""
+        self._changed = False
+        """The members have changed since rank 0 has said what there is to compute."""
+        self._told_shares: dict[int, int] = {}
         self._seen = 0
         """When rank 0's newest note of paces was written, in nanoseconds."""
         self._relative: dict[int, float] = {}
@@ -141,15 +144,14 @@ class PowerManager(Callback):
         self._note_work(trainer)
 
     def on_topology_change(self, change: Change) -> None:
-        """A callback is not told of its trainer here: the note follows before the next batch."""
-        self._step = -1
+        """What there is to compute is said anew before the next batch."""
+        self._changed = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._directory is None:
             return
-        if self._step < 0:
-            self._step = trainer.global_step
+        if self._changed or dict(trainer.strategy.sample_shares) != self._told_shares:  # type: ignore[attr-defined]
             self._note_work(trainer)
         self._carry(trainer)
         if trainer.is_global_zero and self.settings.moves_samples:
@@ -158,7 +160,7 @@ class PowerManager(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        before, self._step = self._step, trainer.global_step if self._step >= 0 else self._step
+        before, self._step = self._step, trainer.global_step
         if directory is None or not trainer.is_global_zero or not every or trainer.global_step % every:
             return
         if before != trainer.global_step:  # the other batches of an accumulated step have nothing new
@@ -184,6 +186,7 @@ class PowerManager(Callback):
     def _note_work(self, trainer: Trainer, training: bool = True) -> None:
         """Let the loop know what there is to compute."""
         directory, strategy = self._directory, trainer.strategy
+        self._changed, self._told_shares = False, dict(strategy.sample_shares)  # type: ignore[attr-defined]
         if directory is None or not trainer.is_global_zero:
             return
         note: dict[str, Any] = {"training": training}
@@ -191,7 +194,7 @@ class PowerManager(Callback):
             topology: Topology = strategy.topology  # type: ignore[attr-defined]
             note |= {
                 "planned": planned_times(strategy.sharded, topology),  # type: ignore[attr-defined]
-                "samples": dict(strategy.sample_shares),  # type: ignore[attr-defined]
+                "samples": self._told_shares,
                 "micro_batches": trainer.accumulate_grad_batches,
                 "tokens": self.tokens_per_step or 0,
             }
@@ -247,25 +250,6 @@ class PowerManager(Callback):
         for entry in entries if trainer.is_global_zero else ():
             details = {key: entry[key] for key in ("kind", "text", "replica", "values") if key in entry}
             trainer.strategy.record_event("power", monotonic=entry["monotonic"], **details)  # type: ignore[attr-defined]
-
-
-def planned_times(model: ShardedModel, topology: Topology) -> dict[int, float]:
-    """Replica -> compute time per step at its degree over that at the full one, from the largest share of each block.
-
-    Floating-point operations are taken to go with the elements of parameters, as in matrix products.
-    """
-    flops: dict[UnitSpace | None, float] = {}
-    for entry in model:
-        elements = entry.shape.numel()
-        for segment in entry.sharding.segments:
-            flops[segment.space] = flops.get(segment.space, 0.0) + elements * segment.size / entry.sharding.size
-        if entry.sharding.replicated:
-            flops[None] = flops.get(None, 0.0) + elements
-    blocks = [Block(str(space), space, each) for space, each in flops.items() if each > 0]
-    return {
-        replica: relative_compute_time(topology.family, blocks, topology.degrees[replica])
-        for replica in topology.live_replicas
-    }
 
 
 def power_metrics(directory: Path) -> dict[str, float]:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lightning_ntp.launch import jobs
 from lightning_ntp.nvml.readings import Reading
 from lightning_ntp.power.control import BoostSettings, BudgetError, Controller, Decision, HeatLimits, Lever, Measurement
 from lightning_ntp.power.loop.domain import Levers, find_levers
-from lightning_ntp.power.loop.energy_meter import EnergyMeter, Spent
 from lightning_ntp.power.loop.measuring import Measurer
 from lightning_ntp.power.loop.paces import PaceMeter
 from lightning_ntp.power.loop.places import Places, Work
 from lightning_ntp.power.loop.report import Report
 from lightning_ntp.power.loop.settings import PowerSettings
+from lightning_ntp.power.loop.telling import Interval, Telling
 from lightning_ntp.power.putting_back import Status
 
 _PATIENCE = 60.0
 """Seconds for devices to be named by their ranks."""
-_SAME_TIME = 0.002
-"""Relative times that differ by less are not worth a note to rank 0."""
 _AGAIN_SECONDS = 5.0
 """Between two starts of a helper that was lost."""
 _DENIED_SECONDS = 300.0
 """Until limits are tried again that might not be written: permissions may change."""
+Replicas = Mapping[int, tuple[int, ...]]
+"""Replica -> its slots that work."""
 
 
 class PowerJob:
@@ -50,17 +48,14 @@ class PowerJob:
     ) -> None:
         self._settings, self._job_dir, self._places = settings, job_dir, places
         self._alive, self._readings = alive, readings
-        self._paces, self._energy, self._report = PaceMeter(job_dir), EnergyMeter(), Report(job_dir)
+        self._paces, self._report = PaceMeter(job_dir), Report(job_dir)
+        self._telling = Telling(job_dir, self._report)
         self._measurer = Measurer(self._paces, readings, settings.interval, settings.max_temperature)
         self._levers: Levers | None = None
         self._controller: Controller | None = None
         self._decision: Decision | None = None
         self._began = self._last = time.monotonic()
         self._not_before = self._denied_until = 0.0
-        self._told_times: dict[int, float] = {}
-        self._serial = 0
-        self._base_w: dict[str, float] = {}
-        """GPU -> what it draws without a boost, watts."""
         self.fatal = ""
         """Why the job must end."""
 
@@ -104,7 +99,7 @@ class PowerJob:
         if self._controller is None and not self._set_up(now):
             return
         assert self._controller is not None and self._levers is not None
-        self._energy.forget(self._measurer.changed(replicas))
+        self._telling.forget(self._measurer.changed(replicas))
         idle = self._alive() & self._levers.of_slot.keys() - {s for slots in replicas.values() for s in slots}
         measurement = self._measurer.measure(self._levers, replicas, idle, work, now)
         decision = self._controller.step(measurement)
@@ -117,7 +112,7 @@ class PowerJob:
         """Nobody trains: limits are as at the start. Cheap if they are already."""
         if self._controller is not None:
             self._forget(0.0)
-            self._tell_times({})
+            self._telling.times({})
             self._report.returned()
 
     def close(self) -> None:
@@ -159,25 +154,16 @@ class PowerJob:
         return True
 
     def _say_what_there_is(self, levers: Levers) -> None:
-        if not levers.powered:
-            if self._settings.writes:
-                why = (
-                    "NVIDIA's driver knows none of the devices"
-                    if not self._places.gpus
-                    else "some limits are not known"
-                )
-                self._report.once("none", f"nothing can be raised: {why}; paces are measured")
-            return
         if levers.writer is not None:
             domain = levers.domain
             headroom = sum(each.top_w - domain.shares_w[each.gpu] for each in domain.gpus)
-            ceiling = (
-                "the ceilings are the limits at start" if headroom < 0.5 else f"{headroom:.0f} W below the ceilings"
-            )
-            self._report.once(
-                "began",
-                f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W: {ceiling}",
-            )
+            what = f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W"
+            why = ": the ceilings are the limits at start" if headroom < 0.5 else " up to the ceilings"
+            self._report.once("began", what + why)
+        elif not levers.powered and self._settings.writes:
+            named = bool(self._places.gpus)
+            why = "some limits are not known" if named else "no device is one of NVIDIA's driver"
+            self._report.once("none", f"nothing can be raised: {why}; paces are measured")
 
     def _begin_profiles(self, levers: Levers) -> None:
         if not self._settings.profiles or levers.writer is None:
@@ -228,119 +214,13 @@ class PowerJob:
 
     # ---- telling ----------------------------------------------------------------------------------------------
 
-    def _tell(
-        self,
-        measurement: Measurement,
-        decision: Decision,
-        work: Work,
-        replicas: Mapping[int, tuple[int, ...]],
-        now: float,
-    ) -> None:
-        levers = self._levers
-        moves = self._settings.moves_samples and (self._settings.on_denied == "rebalance" or now >= self._denied_until)
-        self._tell_times({r: t for r, t in decision.relative_time.items() if r >= 0} if moves else {})
+    def _tell(self, measurement: Measurement, decision: Decision, work: Work, replicas: Replicas, now: float) -> None:
+        levers, settings = self._levers, self._settings
+        moves = settings.moves_samples and (settings.on_denied == "rebalance" or now >= self._denied_until)
+        self._telling.times({r: time for r, time in decision.relative_time.items() if r >= 0} if moves else {})
         if levers is None:  # it was denied just now
             return
-        names = {replica: [levers.of_slot[slot] for slot in slots] for replica, slots in replicas.items()}
-        watts = {
-            r: _total(measurement.gpus[g].power_w if g in measurement.gpus else None for g in gpus)
-            for r, gpus in names.items()
-        }
-        seconds = max(1e-3, now - self._last)
+        gpus = {replica: [levers.of_slot[slot] for slot in slots] for replica, slots in replicas.items()}
         count = self._paces.micro_batches(slot for slots in replicas.values() for slot in slots)
-        spent = self._energy.take(seconds, watts, count / work.micro_batches, work.tokens)
-        if levers.powered:
-            shares = levers.domain.shares_w
-            limits = {r: sum(decision.limits_w[gpu] for gpu in gpus) for r, gpus in names.items()}
-            at_start = {r: sum(shares[gpu] for gpu in gpus) for r, gpus in names.items()}
-            settled = self._report.limits(limits, at_start, {r: len(gpus) for r, gpus in names.items()})
-            self._price(measurement, names, watts, limits, at_start, seconds, settled)
-        self._report.notes(tuple(note for note in decision.notes if levers.writer is not None or "is missing" in note))
-        self._report.state(_state(measurement, decision, names, watts, spent, levers))
-
-    def _price(
-        self,
-        measurement: Measurement,
-        names: Mapping[int, list[str]],
-        watts: Mapping[int, float | None],
-        limits: Mapping[int, float],
-        at_start: Mapping[int, float],
-        seconds: float,
-        settled: list[int],
-    ) -> None:
-        """What a boost costs, from what was measured at the powers that the replica came through."""
-        for replica, gpus in names.items():
-            total = watts[replica]
-            if limits[replica] <= at_start[replica] + 0.5:
-                for gpu in gpus:
-                    power = measurement.gpus[gpu].power_w if gpu in measurement.gpus else None
-                    if power is not None:
-                        self._base_w[gpu] = 0.8 * self._base_w.get(gpu, power) + 0.2 * power
-            compute = measurement.compute_s.get(replica)
-            if total and compute and all(gpu in self._base_w for gpu in gpus):
-                base = sum(self._base_w[gpu] for gpu in gpus)
-                per_sample = compute / max(1, measurement.samples.get(replica, 1))
-                self._energy.boosted(replica, seconds, total, per_sample, base)
-        for replica in settled:
-            prices = self._energy.prices(replica)
-            if len(prices) > 1 and limits[replica] > at_start[replica]:
-                last, first = prices[-1], prices[0].point
-                self._report.event(
-                    "price",
-                    f"replica {replica}: {last.point.watts / first.watts:.2f} x the power gives {last.speed:.2f} x the speed,"
-                    f" {last.efficiency:.2f} x the samples per joule",
-                    replica,
-                    power_ratio=round(last.point.watts / first.watts, 3),
-                    speed_ratio=round(last.speed, 3),
-                    efficiency_ratio=round(last.efficiency, 3),
-                )
-
-    def _tell_times(self, times: Mapping[int, float]) -> None:
-        """Let rank 0 move samples: how slow every replica is that power does not help, at equal samples."""
-        now = {replica: time for replica, time in times.items() if time > 1 + _SAME_TIME}
-        same = now.keys() == self._told_times.keys() and all(
-            abs(now[r] / self._told_times[r] - 1) < _SAME_TIME for r in now
-        )
-        if same:
-            return
-        self._told_times = dict(now)
-        self._serial += 1
-        content = {"serial": self._serial, "relative_time": {str(r): round(t, 4) for r, t in now.items()}}
-        jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
-
-
-def _total(watts: object) -> float | None:
-    """Of all; None if one is not known."""
-    found = list(watts)  # type: ignore[call-overload]
-    return None if any(each is None for each in found) else float(sum(found))
-
-
-def _state(
-    measurement: Measurement,
-    decision: Decision,
-    names: Mapping[int, list[str]],
-    watts: Mapping[int, float | None],
-    spent: Spent,
-    levers: Levers,
-) -> dict[str, object]:
-    limits = {r: sum(decision.limits_w[gpu] for gpu in gpus) for r, gpus in names.items()}
-    return {
-        "monotonic": measurement.now_s,
-        "budget_w": levers.domain.total_w if levers.powered else None,
-        "joules_per_step": spent.joules_per_step,
-        "joules_per_token": spent.joules_per_token,
-        "notes": list(decision.notes) if levers.powered else [],
-        "replicas": {
-            str(r): {
-                "gpus": gpus,
-                "watts": watts[r],
-                "limit_w": limits[r] if levers.powered else None,
-                "start_w": sum(levers.domain.shares_w[gpu] for gpu in gpus) if levers.powered else None,
-                "compute_s": measurement.compute_s.get(r),
-                "samples": measurement.samples.get(r),
-                "relative_time": decision.relative_time.get(r, 1.0),
-                "missing_percent": decision.missing_percent.get(r, 0.0),
-            }
-            for r, gpus in names.items()
-        },
-    }
+        seconds, steps = max(1e-3, now - self._last), count / work.micro_batches
+        self._telling.tell(Interval(measurement, decision, levers, gpus, seconds, steps, work.tokens))

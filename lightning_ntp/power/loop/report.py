@@ -1,4 +1,4 @@
-"""What the power loop says: one line per event on stderr and in the job's log, and the state of the moment in a file."""
+"""What the power loop says: one line per event on stderr and in the job's log, and the state of now in a file."""
 
 from __future__ import annotations
 

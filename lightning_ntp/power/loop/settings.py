@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -59,8 +59,8 @@ class PowerSettings:
         _check_clocks(self.locked_clocks)
         if any(type(each) is not int or not 0 <= each < 256 for each in self.profiles):
             raise ValueError(f"profiles={list(self.profiles)!r} must be numbers of workload power profiles, 0 to 255")
-        if isinstance(self.gpus, str) or any(not isinstance(gpu, str) or not gpu for gpu in self.gpus):
-            raise ValueError(f"gpus={self.gpus!r} must be a list of UUIDs, one per slot, or None")
+        if any(not isinstance(gpu, str) or not gpu for gpu in self.gpus):
+            raise ValueError(f"gpus={list(self.gpus)!r} must be a list of UUIDs, one per slot, or None")
 
     @property
     def writes(self) -> bool:
@@ -72,7 +72,7 @@ class PowerSettings:
         """Whether samples may be moved."""
         return "rebalance" in self.straggler.split("+")
 
-    def bounds(self, gpu: str, replica: int, node: str, values: dict[str, Any], writes: bool) -> GpuBounds:
+    def bounds(self, gpu: str, replica: int, node: str, values: Mapping[str, Any], writes: bool) -> GpuBounds:
         """What may be done to a GPU.
 
         Args:
@@ -86,9 +86,7 @@ class PowerSettings:
             BudgetError: If the ceiling is out of the hardware's bounds.
         """
         start, maximum = float(values["limit_w"]), float(values["maximum_w"])
-        ceiling = (
-            {"found": start, "maximum": maximum}.get(self.ceiling) if isinstance(self.ceiling, str) else self.ceiling
-        )
+        ceiling = self.ceiling if not isinstance(self.ceiling, str) else maximum if self.ceiling == "maximum" else start
         locked = None if self.locked_clocks is None else self.locked_clocks[1]
         top = values.get("max_clock_mhz")
         return GpuBounds(

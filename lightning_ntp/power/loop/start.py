@@ -28,12 +28,12 @@ def check_bounds(settings: PowerSettings, slots: int) -> None:
         if len(fits) < (len(known) if settings.gpus else 1):
             gpu, each = next((gpu, each) for gpu, each in known.items() if gpu not in fits)
             raise ValueError(
-                f"ceiling={ceiling:g} W is not between {each.minimum_w:g} W and {each.maximum_w:g} W, the lowest and the"
-                f" highest limit that {gpu} takes: choose one in between, 'found' or 'maximum'"
+                f"ceiling={ceiling:g} W is not between {each.minimum_w:g} W and {each.maximum_w:g} W, the lowest and"
+                f" the highest limit that {gpu} takes: choose one in between, 'found' or 'maximum'"
             )
     least = sum(sorted(each.minimum_w for each in known.values())[:slots])
     if settings.budget is not None and len(known) >= slots and settings.budget < least:
         raise ValueError(
-            f"budget={settings.budget:g} W is below {least:g} W, the sum of the lowest limits of {slots} GPUs: give more,"
-            " or None for the sum of the limits at start"
+            f"budget={settings.budget:g} W is below {least:g} W, the sum of the lowest limits of {slots} GPUs: give"
+            " more, or None for the sum of the limits at start"
         )

@@ -64,10 +64,10 @@ class PowerWatch:
     def begin(self, job_dir: Path) -> None:
         places = Places(job_dir, self._slots, self._settings.gpus)
         # two looks per interval: a reading is to be of after the last write
-        self._source = NvmlSource(self._settings.interval / 2)
+        source = self._source = NvmlSource(self._settings.interval / 2)
         watched = WatchedJob(job_dir, lambda: dict(places.gpus), self._alive, self._over.is_set)
-        self._job = PowerJob(self._settings, job_dir, places, self._alive, lambda: self._source.readings)
-        self._listener = Listener(self._source, watched, self._settings.interval, lambda: None)
+        self._job = PowerJob(self._settings, job_dir, places, self._alive, lambda: source.readings)
+        self._listener = Listener(source, watched, self._settings.interval, lambda: None)
         self._thread = threading.Thread(target=self._run, name="ntp-power-loop", daemon=True)
         self._thread.start()
 
