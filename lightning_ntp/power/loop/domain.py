@@ -59,7 +59,7 @@ def find_levers(
     of_slot = {slot: named.get(slot) or f"slot {slot}" for slot in homes}
     gpus = [named[slot] for slot in homes if named.get(slot)]
     values: dict[str, Mapping[str, Any]] = {
-        gpu: _as_found(readings[gpu]) for gpu in gpus if gpu in readings and "power_limit_w" in readings[gpu].values
+        gpu: _as_found(readings[gpu]) for gpu in gpus if gpu in readings and "power_limit_set_w" in readings[gpu].values
     }
     writer = None
     if writes and len(set(gpus)) == len(homes):
@@ -91,5 +91,5 @@ def find_levers(
 
 def _as_found(reading: Reading) -> Mapping[str, Any]:
     """As much as a look says: no bounds, so nothing can be moved."""
-    limit = reading.values["power_limit_w"]
+    limit = reading.values["power_limit_set_w"]
     return {"limit_w": limit, "minimum_w": limit, "maximum_w": limit}

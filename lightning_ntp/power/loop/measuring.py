@@ -10,7 +10,7 @@ from lightning_ntp.power.control import GpuReading, Measurement
 from lightning_ntp.power.loop.domain import Levers
 from lightning_ntp.power.loop.paces import PaceMeter
 from lightning_ntp.power.loop.places import Work
-from lightning_ntp.power.readings import gpu_reading
+from lightning_ntp.power.readings import GpuReadings
 
 _STALE_INTERVALS = 3.0
 
@@ -32,8 +32,8 @@ class Measurer:
         interval: float,
         max_temperature: float | None,
     ) -> None:
-        self._paces, self._readings, self._interval, self._max_c = paces, readings, interval, max_temperature
-        self._before: Mapping[str, Reading] = {}
+        self._paces, self._readings, self._max_c = paces, readings, max_temperature
+        self._kept = GpuReadings(_STALE_INTERVALS * max(1.0, interval))
         self._written_at: dict[str, float] = {}
         self._replicas: dict[int, tuple[int, ...]] = {}
 
@@ -75,16 +75,12 @@ class Measurer:
 
     def _gpu_readings(self, levers: Levers, now: float) -> dict[str, GpuReading]:
         newest, writer = self._readings(), levers.writer
-        found = {}
-        for gpu in levers.of_slot.values():
-            reading = newest.get(gpu)
-            if reading is None or now - reading.at > _STALE_INTERVALS * max(1.0, self._interval):
-                continue
-            each = gpu_reading(reading, self._before.get(gpu), None if writer is None else writer.clocks_mhz.get(gpu))
-            if writer is not None and reading.at <= self._written_at.get(gpu, 0.0):
+        mine = {gpu: newest[gpu] for gpu in levers.of_slot.values() if gpu in newest}
+        found = self._kept.take(mine, {} if writer is None else writer.clocks_mhz, now)
+        for gpu, each in found.items():
+            if writer is not None and mine[gpu].at <= self._written_at.get(gpu, 0.0):
                 each = replace(each, limit_w=writer.limits_w.get(gpu))
-            found[gpu] = self._bounded(each, reading)
-        self._before = newest
+            found[gpu] = self._bounded(each, mine[gpu])
         return found
 
     def _bounded(self, each: GpuReading, reading: Reading) -> GpuReading:

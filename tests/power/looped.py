@@ -1,0 +1,176 @@
+"""Training jobs on simulated GPUs: they compute as fast as the stand-in for the driver says, so the loop really closes.
+
+A rank sleeps in its forward for as long as its GPU would compute: samples, times the largest share at its replica's
+degree, divided by the speed of its GPU in the stand-in's model of power, heat and clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from torch.utils.data import DataLoader
+
+from lightning_ntp.launch import RankIdentity, is_rank
+from tests.lightning.rigs import slot
+from tests.nvml.mock import MockNvml
+from tests.recovery.jobs import Samples
+from tests.recovery.models import Automatic
+
+SAMPLES = 12
+"""Of a replica's batch at launch."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What is simulated.
+
+    Args:
+        sample_s: Seconds per sample at full degree and highest clock.
+        dies: (slot, step): killed before that step, the first time.
+        power: Settings of the :class:`PowerManager` in the ranks; the launching process has one of its own.
+        load: Of the GPUs at work, see the model.
+        ends: Seconds after the first batch at which training stops.
+    """
+
+    sample_s: float = 0.004
+    dies: tuple[tuple[int, int], ...] = ()
+    power: dict[str, Any] = field(default_factory=dict)
+    load: float = 1.0
+    ends: float = 12.0
+
+
+class OnSimulatedGpus(Callback):
+    """Loads this rank's GPU while it trains, dies as told, and notes at every step what really is.
+
+    Args:
+        directory: For the notes.
+        simulation: See there.
+    """
+
+    ntp_own_attributes = ("_mock", "_dies", "_file")
+
+    def __init__(self, directory: Path, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._began = 0.0
+        joins = is_rank() and RankIdentity.from_environ().joins
+        self._dies = set() if joins else {step for who, step in simulation.dies if who == slot()}
+        self._mock: MockNvml | None = None
+        self._file = directory / f"steps-{slot()}"
+
+    @property
+    def mock(self) -> MockNvml:
+        if self._mock is None:
+            self._mock = MockNvml.attach()
+        return self._mock
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        self.mock.set(slot(), load=self._simulation.load)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        if trainer.global_step in self._dies:
+            self.mock.set(slot(), load=0.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        strategy: Any = trainer.strategy
+        line = {
+            "at": time.monotonic(),
+            "step": trainer.global_step,
+            "degrees": strategy.degrees,
+            "shares": {str(r): n for r, n in strategy.sample_shares.items()},
+            "speeds": [self.mock.speed(gpu) for gpu in range(self.mock.gpus)],
+            "replicas": [sorted(replica.values()) for replica in strategy.topology.replicas],
+        }
+        with open(self._file, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self.mock.set(slot(), load=0.0)
+
+    def seconds(self, trainer: Trainer, samples: int) -> float:
+        """How long this rank's GPU computes."""
+        from lightning_ntp.lightning.planned_times import planned_times
+
+        strategy: Any = trainer.strategy
+        planned = planned_times(strategy.sharded, strategy.topology)[strategy.replica]
+        return self._simulation.sample_s * samples * planned / self.mock.speed(slot())
+
+
+class Powered(Automatic):
+    """A module that computes on simulated GPUs; ``simulation.json`` in the job's directory says how."""
+
+    def extra_callbacks(self, directory: str) -> list[Callback]:
+        from lightning_ntp.callbacks import PowerManager
+
+        told = json.loads(Path(directory, "simulation.json").read_text())
+        simulation = Simulation(**{**told, "dies": tuple(map(tuple, told["dies"]))})
+        self._gpus = OnSimulatedGpus(Path(directory), simulation)
+        return [self._gpus, PowerManager(**simulation.power)]
+
+    @staticmethod
+    def loader(count: int) -> DataLoader[Any]:
+        return DataLoader(Samples(count * SAMPLES // 2), batch_size=SAMPLES, shuffle=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(self._gpus.seconds(self.trainer, len(batch[2])))
+        return super().training_step(batch, batch_idx)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What really was at the end of a step, as the lowest rank has noted it.
+
+    Args:
+        at: Seconds on the monotonic clock.
+        step: Steps done.
+        degrees: Of the replicas.
+        shares: Replica -> samples.
+        speeds: Of all GPUs.
+        replicas: Slots of the replicas.
+    """
+
+    at: float
+    step: int
+    degrees: tuple[int, ...]
+    shares: dict[int, int]
+    speeds: list[float]
+    replicas: list[list[int]]
+
+    def compute(self, planned: dict[int, float]) -> dict[int, float]:
+        """Replica -> relative compute time of the step.
+
+        Args:
+            planned: Degree -> compute time over that of the full degree.
+        """
+        return {
+            number: self.shares[number] * planned[len(slots)] / min(self.speeds[each] for each in slots)
+            for number, slots in enumerate(self.replicas)
+            if slots
+        }
+
+
+def moments(directory: Path) -> list[Moment]:
+    """All steps of a job, each as the lowest rank that has completed it has seen it."""
+    seen: dict[int, Moment] = {}
+    for path in sorted(directory.glob("steps-*")):
+        for entry in _lines(path):
+            shares = {int(replica): count for replica, count in entry["shares"].items()}
+            moment = Moment(
+                entry["at"], entry["step"], tuple(entry["degrees"]), shares, entry["speeds"], entry["replicas"]
+            )
+            seen.setdefault(moment.step, moment)
+    return [seen[step] for step in sorted(seen)]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    for line in path.read_text().splitlines():
+        yield json.loads(line)
