@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_ntp.nvml.child import Child, ChildGone
 from lightning_ntp.nvml.fabric import fabric_ills
+from lightning_ntp.nvml.profiles import Profiles
 from lightning_ntp.nvml.readings import SIGNALS, Reading
 
 _CAP_SYS_ADMIN = 21
@@ -29,6 +30,7 @@ class Gpu:
         power_limits_w: The lowest and the highest limit that can be set, in W; empty if none can.
         reading: What it says; None if nothing.
         problem: Why it does not say everything, if so.
+        profiles: Its workload power profiles; None if it has none, or does not say them.
     """
 
     index: int
@@ -38,6 +40,7 @@ class Gpu:
     power_limits_w: tuple[float, ...] = ()
     reading: Reading | None = None
     problem: str = ""
+    profiles: Profiles | None = None
 
     @property
     def supported(self) -> frozenset[str]:
@@ -154,6 +157,7 @@ def _gpu(message: dict[str, Any]) -> Gpu:
         tuple(message.get("power_limits_w", ())),
         Reading.from_message(reading) if reading else None,
         message["problem"],
+        Profiles.from_message(message["profiles"]) if message.get("profiles") else None,
     )
 
 

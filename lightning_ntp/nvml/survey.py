@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_ntp.nvml.errors import NOT_FOUND, CallError, Kind
 from lightning_ntp.nvml.library import Library, Renewed
+from lightning_ntp.nvml.profiles import read_profiles
 from lightning_ntp.nvml.protocol import Outlet
 from lightning_ntp.nvml.reader import DeviceReader
 
@@ -80,6 +81,7 @@ def _describe(outlet: Outlet, library: Library, index: int) -> None:
         problems = [poll.lost] if poll.lost else list(poll.errors.values())
         gpu["problem"] = "; ".join(map(str, problems))
         gpu["notes"] = poll.notes
+        gpu["profiles"] = _profiles(ask, handle, gpu)
         gpu["power_limits_w"] = [limit * 1e-3 for limit in _power_limits(ask, handle)]
     except CallError as error:
         gpu["problem"] = gpu["problem"] or str(error)
@@ -112,3 +114,15 @@ def _power_limits(ask: Any, handle: Any) -> list[int]:
         if error.kind in (Kind.UNSUPPORTED, Kind.PERMISSION):
             return []
         raise
+
+
+def _profiles(ask: Any, handle: Any, gpu: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        found = read_profiles(lambda name, *arguments: ask(name, handle, *arguments))
+    except CallError as error:
+        if error.kind in (Kind.LOST, Kind.RESET, Kind.DRIVER):
+            raise
+        if error.kind is not Kind.UNSUPPORTED:  # nothing that training needs: no problem of the device
+            gpu["notes"].append(f"{gpu['uuid']}: {error}: its workload power profiles are not known")
+        return None
+    return found.to_message() if found.supported else None
