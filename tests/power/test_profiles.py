@@ -45,9 +45,11 @@ def test_profiles_are_requested_and_put_back(
     one = helper()
     one.open(uuids[:2])
     assert nvml.calls("nvmlDeviceWorkloadPowerProfileGetProfilesInfo") == 0, "nobody has asked for them"
-    first, second = one.set(workload_profiles(uuids[0], [TRAINING, BALANCED]), workload_profiles(uuids[1], [200 % 25]))
+    first, second = one.set(
+        workload_profiles(uuids[0], [TRAINING, BALANCED]), workload_profiles(uuids[1], [Profile.MAX_P])
+    )
     assert first.done and first.values == {"profiles": [BALANCED, TRAINING]} and second.done
-    assert requested(nvml) == {TRAINING, BALANCED} and requested(nvml, 1) == {0}
+    assert requested(nvml) == {TRAINING, BALANCED} and requested(nvml, 1) == {Profile.MAX_P}
     assert one.state()[uuids[0]]["profiles"] == [BALANCED, TRAINING]
     lines = [json.loads(line) for line in next(directory.glob("*.jsonl")).read_text().splitlines()]
     (entry,) = [line for line in lines if line["lever"] == PROFILE and line["gpu"] == uuids[0]]
