@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT
+from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, PROFILE
 from lightning_ntp.power.hand import Hand, Open
 from lightning_ntp.power.journal import Journal, Leftovers
 from lightning_ntp.power.levers import Levers, Nvml
@@ -99,11 +99,12 @@ class Desk:
             if place.holder is None and place.leaving is None:
                 continue
             values = place.hand.known()[1]
-            limit = values.get(POWER_LIMIT)
+            limit, profiles = values.get(POWER_LIMIT), values.get(PROFILE)
             state[gpu] = {
                 "job": place.job,
                 "limit_w": limit / 1000 if isinstance(limit, int) else None,
                 "clocks_mhz": values.get(CLOCKS),
+                "profiles": sorted(profiles) if isinstance(profiles, frozenset) else None,
                 "leaving": place.leaving is not None,
             }
         return state

@@ -1,4 +1,4 @@
-"""The helper: the only process that writes limits and clocks (``python -m lightning_ntp.power``).
+"""The helper: the only process that writes limits, clocks and profiles (``python -m lightning_ntp.power``).
 
 As a child of a launching process it has one client, its parent, at the other end of a pair of sockets, and ends with
 it. Alone, under sudo or systemd, it listens on a socket. However it ends, short of being killed, it puts back first.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_ntp.nvml.errors import CallError, Kind
-from lightning_ntp.power.entries import CLOCKS, Entry, Value, same, show
+from lightning_ntp.power.entries import CLOCKS, Entry, Value, same, unlike
 from lightning_ntp.power.levers import Levers
 
 
@@ -65,7 +65,7 @@ def put_back(levers: Levers, entry: Entry, newer_elsewhere: bool, write: bool = 
     try:
         if entry.lever == CLOCKS:
             return _unlock(levers, newer_elsewhere, write)
-        return _limit(levers, entry, write)
+        return _write_back(levers, entry, write)
     except CallError as error:
         return failure(error)
 
@@ -78,21 +78,21 @@ def _unlock(levers: Levers, newer_elsewhere: bool, write: bool) -> Result:
     return Result(Status.DONE)
 
 
-def _limit(levers: Levers, entry: Entry, write: bool) -> Result:
-    now, first = levers.limit(), entry.first
+def _write_back(levers: Levers, entry: Entry, write: bool) -> Result:
+    now, first = levers.read(entry.lever), entry.first
     if same(now, first):
         return Result(Status.DONE, now=now)
     if not entry.is_ours(now):
-        what = f"the limit is {show(entry.lever, now)}, not the {show(entry.lever, entry.after)} that were written"
+        what = unlike(entry.lever, now, entry.after)
         return Result(Status.LEFT, f"{what}: somebody else has changed it, or the GPU was reset", now)
-    assert isinstance(first, int)
+    assert isinstance(first, int | frozenset)
     if not write:
         return Result(Status.DONE, now=first)
-    levers.set_limit(first)
-    now = levers.limit()
+    levers.write(first)
+    now = levers.read(entry.lever)
     if same(now, first):
         return Result(Status.DONE, now=now)
-    return Result(Status.FAILED, f"{show(entry.lever, first)} were written, but it is {show(entry.lever, now)}", now)
+    return Result(Status.FAILED, unlike(entry.lever, now, first), now)
 
 
 def failure(error: CallError) -> Result:

@@ -50,7 +50,13 @@ def test_limits_and_clocks_are_written_and_put_back(
     assert [each.done for each in answers] == [True, True]
     assert answers[0].values == {"limit_w": 450.5} and answers[1].values == {"clocks_mhz": [900, 1200]}
     assert limits(nvml) == [450.5, 700, 700, 700] and locks(nvml, 1) == (900, 1200)
-    assert one.state()[uuids[0]] == {"job": "job", "limit_w": 450.5, "clocks_mhz": None, "leaving": False}
+    assert one.state()[uuids[0]] == {
+        "job": "job",
+        "limit_w": 450.5,
+        "clocks_mhz": None,
+        "profiles": None,
+        "leaving": False,
+    }
     assert len(list(directory.glob("*.jsonl"))) == 1
     assert one.release(uuids[0])[uuids[0]].done and limits(nvml)[0] == 700 and locks(nvml, 1) == (900, 1200)
     assert one.set(power_limit(uuids[0], 300))[0].done, "what was released is still taken"
