@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -77,23 +79,28 @@ class ComputeTime:
         self._collect()
         self._parts, self._begun = [], self._clock.mark()
 
-    def pause(self) -> None:
-        """From here on it waits for other replicas."""
-        if self._begun is not None:
-            self._parts.append((self._begun, self._clock.mark()))
-            self._begun = None
-
-    def go_on(self) -> None:
-        """After :meth:`pause`."""
-        if self._parts:
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait for other replicas in the middle of a micro-batch; elsewhere it does nothing."""
+        if self._begun is None:
+            yield
+            return
+        self._pause()
+        try:
+            yield
+        finally:
             self._begun = self._clock.mark()
 
     def end(self) -> None:
         """The micro-batch is computed. Of several backward passes in one, the first ends it."""
         if self._begun is not None:
-            self.pause()
+            self._pause()
             self._waiting.append(self._parts)
         self._parts = []
+
+    def _pause(self) -> None:
+        self._parts.append((self._begun, self._clock.mark()))
+        self._begun = None
 
     def _collect(self) -> None:
         waiting, clock = self._waiting, self._clock

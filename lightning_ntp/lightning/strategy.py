@@ -448,6 +448,7 @@ class NTPStrategy(ParallelStrategy):
                 self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
             self._compute_time = engine.ComputeTime(self.root_device)
+            self._collectives.waiting = self._compute_time.waiting
         sharded = self.sharded
         private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
         self.setup_precision_plugin()
@@ -555,6 +556,18 @@ class NTPStrategy(ParallelStrategy):
         if self._changes is None:
             raise RuntimeError("relayout(): slots can go back to their places only while a fit is running")
         self._changes.relayout.request()
+
+    # TEMPORARY until shares are merged
+    @property
+    def sample_shares(self) -> dict[int, int]:
+        return {r: 12 for r in self.topology.live_replicas}
+
+    @property
+    def can_share_samples(self) -> str:
+        return "not yet"
+
+    def share_samples(self, counts: Mapping[int, int] | None) -> None:
+        raise ValueError
 
     def _drain_self(self, reason: str) -> bool:
         return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)
@@ -800,9 +813,8 @@ class NTPStrategy(ParallelStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         assert self._compute_time is not None
-        self._compute_time.pause()
-        share = self._batches.loss_share()
-        self._compute_time.go_on()
+        with self._compute_time.waiting():
+            share = self._batches.loss_share()
         checks = self._first_steps.begin()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()

@@ -1,7 +1,8 @@
 """Training jobs on simulated GPUs: they compute as fast as the stand-in for the driver says, so the loop really closes.
 
-A rank sleeps in its forward for as long as its GPU would compute: samples, times the largest share at its replica's
-degree, divided by the speed of its GPU in the stand-in's model of power, heat and clocks.
+A rank's forward takes as long as its GPU would compute: samples, times the largest share at its replica's degree,
+divided by the speed of its GPU in the stand-in's model of power, heat and clocks. What is really computed is a part of
+that time.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ class Simulation:
         dies: (slot, step): killed before that step, the first time.
         power: Settings of the :class:`PowerManager` in the ranks; the launching process has one of its own.
         load: Of the GPUs at work, see the model.
-        ends: Seconds after the first batch at which training stops.
+        does: (slot, step, what, arguments): something else that befalls before that step: a method of
+            :class:`MockNvml` by its name, or ``"raise"``, or ``"kill helper"``.
     """
 
     sample_s: float = 0.004
     dies: tuple[tuple[int, int], ...] = ()
     power: dict[str, Any] = field(default_factory=dict)
     load: float = 1.0
-    ends: float = 12.0
+    does: tuple[tuple[int, int, str, dict[str, Any]], ...] = ()
 
 
 class OnSimulatedGpus(Callback):
@@ -55,13 +57,14 @@ class OnSimulatedGpus(Callback):
         simulation: See there.
     """
 
-    ntp_own_attributes = ("_mock", "_dies", "_file")
+    ntp_own_attributes = ("_mock", "_dies", "_does", "_file")
 
     def __init__(self, directory: Path, simulation: Simulation) -> None:
         self._simulation = simulation
         self._began = 0.0
         joins = is_rank() and RankIdentity.from_environ().joins
         self._dies = set() if joins else {step for who, step in simulation.dies if who == slot()}
+        self._does = [] if joins else [each for each in simulation.does if each[0] == slot()]
         self._mock: MockNvml | None = None
         self._file = directory / f"steps-{slot()}"
 
@@ -71,10 +74,22 @@ class OnSimulatedGpus(Callback):
             self._mock = MockNvml.attach()
         return self._mock
 
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        if is_rank() and RankIdentity.from_environ().joins:  # what it finds when it comes back
+            limits = [self.mock.get("power_limit", gpu) / 1000 for gpu in range(self.mock.gpus)]
+            self._file.with_name(f"found-{slot()}").write_text(json.dumps(limits))
+
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self.mock.set(slot(), load=self._simulation.load)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        for _, step, what, arguments in self._does:
+            if step == trainer.global_step and what == "raise":
+                raise RuntimeError("a mistake in the program")
+            if step == trainer.global_step and what == "kill helper":
+                os.kill(self.mock.history()[-1].pid, signal.SIGKILL)
+            elif step == trainer.global_step:
+                getattr(self.mock, what)(**arguments)
         if trainer.global_step in self._dies:
             self.mock.set(slot(), load=0.0)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -112,7 +127,9 @@ class Powered(Automatic):
         from lightning_ntp.callbacks import PowerManager
 
         told = json.loads(Path(directory, "simulation.json").read_text())
-        simulation = Simulation(**{**told, "dies": tuple(map(tuple, told["dies"]))})
+        simulation = Simulation(
+            **{**told, "dies": tuple(map(tuple, told["dies"])), "does": tuple(map(tuple, told["does"]))}
+        )
         self._gpus = OnSimulatedGpus(Path(directory), simulation)
         return [self._gpus, PowerManager(**simulation.power)]
 
@@ -121,8 +138,10 @@ class Powered(Automatic):
         return DataLoader(Samples(count * SAMPLES // 2), batch_size=SAMPLES, shuffle=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(self._gpus.seconds(self.trainer, len(batch[2])))
-        return super().training_step(batch, batch_idx)
+        ends = time.monotonic() + self._gpus.seconds(self.trainer, len(batch[2]))
+        output = super().training_step(batch, batch_idx)
+        time.sleep(max(0.0, ends - time.monotonic()))
+        return output
 
 
 @dataclass(frozen=True)

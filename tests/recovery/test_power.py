@@ -1,0 +1,251 @@
+"""The power loop around real training: ranks compute as fast as simulated GPUs do, whose limits are really written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_ntp.callbacks import PowerManager
+from lightning_ntp.engine.events import read_events
+from tests.health.watched import GPUS
+from tests.nvml.mock import MockNvml
+from tests.power.looped import Simulation
+from tests.recovery.jobs import Job, train
+from tests.recovery.supervised import Supervised, SupervisingProcess
+
+INTERVAL = 0.25
+BACKOFF = {"restart_backoff": timedelta(seconds=0.5)}
+
+
+def chaos(*values: Any) -> list[Any]:
+    """Parameters that only `make chaos` runs."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.chaos) for value in values
+    ]
+
+
+def run(
+    supervising: SupervisingProcess,
+    directory: Path,
+    nvml: MockNvml,
+    simulation: Simulation,
+    job: Job,
+    settings: dict[str, Any],
+    **options: Any,
+) -> Supervised:
+    """A job with a PowerManager, on simulated GPUs."""
+    settings = {"gpus": GPUS[: sum(job.degrees)], "interval": INTERVAL, **settings}
+    simulation = Simulation(**{**asdict(simulation), "power": settings})
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "simulation.json").write_text(json.dumps(asdict(simulation)))
+    environment = {**nvml.variables(), **options.pop("environment", {})}
+    environment["LIGHTNING_NTP_POWER_DIR"] = str(directory / "journal")
+    return supervising.run(
+        sum(job.degrees),
+        directory,
+        train,
+        job,
+        str(directory),
+        monitor=PowerManager(**settings),
+        environment=environment,
+        **options,
+    )
+
+
+def machine(nvml: MockNvml, gpus: int, limit_w: float, **values: Any) -> None:
+    """GPUs with a limit at start, of 200 W to 700 W, whose temperature follows soon."""
+    for gpu in range(gpus):
+        limits = {"power_limit": int(limit_w * 1000), "power_min_limit": 100_000, "power_max_limit": 700_000}
+        nvml.set(gpu, **{**limits, "time_constant": 2.0, **values})
+    nvml.start_model(1.0)
+
+
+def limits(nvml: MockNvml, gpus: int) -> list[float]:
+    return [nvml.get("power_limit", gpu) / 1000 for gpu in range(gpus)]
+
+
+def sums(nvml: MockNvml, start: list[float], gone: set[int]) -> list[float]:
+    """The sum of the limits of the GPUs that work, after every single write."""
+    now, found = list(start), []
+    for write in nvml.history():
+        if write.call == "nvmlDeviceSetPowerManagementLimit":
+            now[write.gpu] = write.arguments[0] / 1000
+            found.append(sum(watts for gpu, watts in enumerate(now) if gpu not in gone))
+    return found
+
+
+def last_limit(nvml: MockNvml, gpu: int) -> float:
+    """The highest limit that a GPU has had, watts."""
+    return max((each.arguments[0] / 1000 for each in nvml.history() if each.gpu == gpu), default=0.0)
+
+
+def events(directory: Path) -> list[dict[str, Any]]:
+    return [each for each in read_events(directory / "rows" / "events.jsonl") if each["event"] == "power"]
+
+
+def kept(nvml: MockNvml, directory: Path, start: list[float]) -> None:
+    """Everything is as it was, and nothing is left."""
+    assert limits(nvml, len(start)) == start
+    assert [path.name for path in (directory / "journal").glob("*") if path.name != "lock"] == []
+
+
+JOB = Job((2, 2), module="tests.power.looped:Powered", batches=30, epochs=1)
+LOSS = Simulation(sample_s=0.003, dies=((3, 8),))
+"""Slot 3 dies: what is left of replica 1, slot 2, has 1.65 times as much to do."""
+ROOM = {"ceiling": 650.0, "budget": 1600.0}
+
+
+def test_a_shrunken_replica_is_given_power_which_is_put_back(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, ROOM)
+    assert got.code == 0, got.output
+    print(got.output)
+    assert "power: 4 GPUs, a budget of 1600 W; headroom 1860 W up to the ceilings" in got.output
+    assert "power: replica 1: 250 W per GPU on 1 GPUs, +65 W over the limit at start" in got.output
+    assert [last_limit(nvml, gpu) for gpu in (0, 1, 3)] == [0.0, 0.0, 0.0], "only who has lost a GPU is boosted"
+    assert 250 <= last_limit(nvml, 2) <= 650
+    assert max(sums(nvml, [185.0] * 4, {3})) <= 1600 - 80, "a GPU that is gone still draws 80 W"
+    kept(nvml, tmp_path, [185.0] * 4)
+    assert ("boost", 1) in [(each["kind"], each["replica"]) for each in events(tmp_path)]
+    logged = (tmp_path / "rows" / "metrics.csv").read_text().splitlines()[0]
+    assert "ntp/power/replica1/watts" in logged and "ntp/power/joules_per_step" in logged
+
+
+def test_power_that_was_lent_is_back_before_its_owner_starts(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    job = replace(JOB, batches=60, strategy={"max_restarts": 1})
+    got = run(supervising, tmp_path, nvml, LOSS, job, {"ceiling": "maximum"}, max_restarts=1, **BACKOFF)
+    print(got.output)
+    assert got.code == 0 and "slot 3 joined: degrees (2, 1) -> (2, 2)" in got.output, got.output
+    assert last_limit(nvml, 2) > 250, "what slot 3 does not draw was lent"
+    assert json.loads((tmp_path / "found-3").read_text()) == [185.0] * 4
+    assert max(sums(nvml, [185.0] * 4, {3})) <= 4 * 185 - 80
+    assert "power: replica 1: 185 W per GPU again, as at the start" in got.output
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.parametrize("ends", ["raise", *chaos("kill helper")])
+def test_however_it_ends_limits_are_put_back(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, ends: str
+) -> None:
+    machine(nvml, 4, 185)
+    simulation = replace(
+        LOSS, does=tuple((slot, 25, ends, {}) for slot in ((0,) if ends == "kill helper" else (0, 1, 2)))
+    )
+    got = run(supervising, tmp_path, nvml, simulation, JOB, ROOM)
+    print(got.output)
+    assert last_limit(nvml, 2) > 200, got.output
+    assert got.code == (1 if ends == "raise" else 0)
+    if ends == "kill helper":
+        assert "the helper that writes limits is gone" in got.output
+        restore(nvml, tmp_path)
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+def test_without_permission_it_says_what_it_would_do(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, ROOM, environment=nvml.variables(root=False))
+    print(got.output)
+    assert got.code == 0 and nvml.history() == []
+    assert got.output.count("power: limits cannot be written: ") == 1
+    assert f"{GPUS[2]} would have got 250 W" in got.output and "samples move instead" in got.output
+
+
+def test_without_permission_the_job_ends_if_it_shall(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    settings = {**ROOM, "on_denied": "error"}
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, settings, environment=nvml.variables(root=False))
+    print(got.output, got.cause)
+    assert got.code != 0 and "PowerManager(on_denied='error'): power limits cannot be written" in got.cause + got.output
+
+
+@pytest.mark.parametrize(
+    ("what", "arguments"),
+    [("permission", {"root": False}), *chaos(("set", {"gpu": 2, "lost": 1}), ("fail_all", {"code": 999}))],
+)
+def test_what_befalls_the_driver_while_a_gpu_is_boosted(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, what: str, arguments: dict[str, Any]
+) -> None:
+    machine(nvml, 4, 185)
+    simulation = replace(LOSS, does=((0, 15, what, arguments),))
+    got = run(supervising, tmp_path, nvml, simulation, replace(JOB, batches=40), ROOM)
+    print(got.output)
+    assert got.code == 0 and last_limit(nvml, 2) > 200, got.output
+    nvml.set(2, lost=0)
+    nvml.permission(True)
+    nvml.release_rules() if hasattr(nvml, "release_rules") else None
+    restore(nvml, tmp_path)
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+def restore(nvml: MockNvml, directory: Path) -> None:
+    """As `lightning-ntp restore-power` does it, for what was left."""
+    environment = {**os.environ, **nvml.variables(), "LIGHTNING_NTP_POWER_DIR": str(directory / "journal")}
+    command = [sys.executable, "-m", "lightning_ntp", "restore-power"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ceiling": 900.0}, "ceiling=900 W is not between 100 W and 700 W"),
+        ({"ceiling": 90.0}, "ceiling=90 W is not between 100 W and 700 W"),
+        ({"budget": 300.0}, "budget=300 W is below 400 W, the sum of the lowest limits of 4 GPUs"),
+        (
+            {"gpus": ["GPU-12345678-0000-0000-0000-000000000000", *GPUS[:3]]},
+            "which the driver of this machine does not",
+        ),
+        ({"gpus": GPUS[:3]}, "names 3 devices, but the job has 4 slots"),
+    ],
+)
+def test_what_does_not_fit_the_hardware_is_told_before_anything_starts(
+    nvml: MockNvml, settings: dict[str, Any], message: str
+) -> None:
+    machine(nvml, 4, 185)
+    watch = PowerManager(**settings).device_watch()
+    with pytest.raises(ValueError, match=message):
+        watch.check(4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"straggler": "fast"}, "straggler='fast' must be one of"),
+        ({"levers": ("fans",)}, r"levers=\['fans'\] must be some of"),
+        ({"levers": "clocks"}, "must be lists"),
+        ({"ceiling": "high"}, "ceiling='high' must be one of .* or a number of watts"),
+        ({"ceiling": 0}, "ceiling=0 must be a number of watts above 0"),
+        ({"budget": float("nan")}, "budget=nan"),
+        ({"lost_draw": -1}, "lost_draw=-1"),
+        ({"interval": 0}, "interval=0"),
+        ({"interval": True}, "interval=True"),
+        ({"margin": -2.0}, "margin=-2.0"),
+        ({"max_temperature": 5}, "max_temperature=5"),
+        ({"locked_clocks": (1500, 1200)}, "the lower one first"),
+        ({"profiles": (-1,)}, "profiles="),
+        ({"tokens_per_step": 0}, "tokens_per_step=0"),
+        ({"on_denied": "ignore"}, "on_denied='ignore'"),
+        ({"lend": "rack"}, "lend='rack'"),
+        ({"gpus": [""]}, "gpus="),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PowerManager(**settings)
