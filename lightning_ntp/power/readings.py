@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from lightning_ntp.nvml.readings import Reading
 from lightning_ntp.power.control.signals import GpuReading, Reason
@@ -40,7 +41,9 @@ def gpu_reading(reading: Reading, before: Reading | None, locked_mhz: int | None
 
 
 class GpuReadings:
-    """Keeps former readings of devices, so that a mean draw is one since the last call.
+    """Keeps former readings of devices, so that a mean draw is one since the last call, and counts of errors only grow:
+    those of a device begin at 0 with its first reading, and neither a reset nor a counter that can be read from now on
+    looks like errors.
 
     Args:
         oldest_s: A reading that is older says nothing of now; some intervals between two looks at a device, in seconds.
@@ -55,6 +58,7 @@ class GpuReadings:
         self._oldest_s = oldest_s
         self._last: dict[str, Reading] = {}
         self._before: dict[str, Reading] = {}
+        self._errors: dict[str, int] = {}
 
     def take(
         self, readings: Mapping[str, Reading], locked_mhz: Mapping[str, int], now_s: float | None = None
@@ -78,7 +82,9 @@ class GpuReadings:
             if last is not None and last.at < reading.at:  # otherwise nobody has looked since: the same is said again
                 self._before[gpu] = last
             self._last[gpu] = reading
-            found[gpu] = gpu_reading(reading, self._before.get(gpu), locked_mhz.get(gpu))
+            self._errors[gpu] = self._errors.get(gpu, 0) + _new_errors(reading, last)
+            told = gpu_reading(reading, self._before.get(gpu), locked_mhz.get(gpu))
+            found[gpu] = told if told.errors is None else replace(told, errors=self._errors[gpu])
         return found
 
 
@@ -89,6 +95,12 @@ def _mean_w(reading: Reading, before: Reading | None, now: Mapping[str, float]) 
         if seconds > 0 and joules > 0:  # a counter that stands still counts nothing, one that fell has begun anew
             return joules / seconds
     return now.get("power_average_w", now.get("power_w"))
+
+
+def _new_errors(reading: Reading, last: Reading | None) -> int:
+    former = last.values if last is not None else {}
+    counts = [(reading.values[name], former[name]) for name in _CORRECTED if name in reading.values and name in former]
+    return int(sum(max(0.0, now - then) for now, then in counts))
 
 
 def _reasons(mask: int) -> frozenset[Reason]:

@@ -85,7 +85,10 @@ def test_an_error_while_levers_are_moved(nvml: MockNvml, bench: Bench, call: str
             assert bench.journal.moved() == [] and list(bench.directory.glob("*.jsonl")) == []
 
 
-@pytest.mark.parametrize("call", PROFILE_CALLS)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=pytest.mark.chaos if call != PROFILE_CALLS[2] else ()) for call in PROFILE_CALLS],
+)
 def test_an_error_while_profiles_are_moved(nvml: MockNvml, bench: Bench, call: str) -> None:
     first = frozenset({7, 3})
     if call in PROFILE_CALLS[3:]:  # of older drivers

@@ -109,6 +109,23 @@ def test_the_mean_is_since_the_last_call_and_an_old_reading_says_nothing() -> No
     assert watts(3.0, 2000.0, 5.5) == 500, "the same reading again"
     assert watts(3.0, 2000.0, 6.5) is None
     assert watts(8.0, 3500.0, 8.5) == 300, "since the last one that was any good"
+
+
+def test_counts_of_errors_only_grow() -> None:
+    kept = GpuReadings(oldest_s=3.0)
+
+    def errors(at: float, **counts: float) -> int | None:
+        return kept.take({"GPU-0": Reading("GPU-0", at, counts)}, {}, at)["GPU-0"].errors
+
+    assert errors(1.0, nvlink_errors=50, pcie_replays=2) == 0
+    assert errors(2.0, nvlink_errors=53, pcie_replays=3) == 4
+    assert errors(3.0, nvlink_errors=1, pcie_replays=4) == 5, "the links were reset"
+    assert errors(4.0, nvlink_errors=2, pcie_replays=4, ecc_corrected_total=900) == 6, "known from now on"
+    assert errors(5.0, ecc_corrected_total=901) == 7
+    assert errors(6.0) is None
+
+
+def test_an_age_that_no_reading_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match="oldest_s=0 must be a number of seconds above 0"):
         GpuReadings(0)
 
