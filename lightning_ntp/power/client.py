@@ -105,13 +105,14 @@ class PowerHelper:
         """Why there is no helper; empty if there is one."""
         return self._why
 
-    def open(self, gpus: Sequence[str]) -> dict[str, Answer]:
+    def open(self, gpus: Sequence[str], clocks_mhz: tuple[int, int] | None = None) -> dict[str, Answer]:
         """Start or find the helper, and take GPUs; again: put back what it had, and take these.
 
         After its helper was lost it has none for good: make another one.
 
         Args:
             gpus: UUIDs.
+            clocks_mhz: The range in MHz to which their clocks are locked already, which no call says: what is put back.
 
         Returns:
             By UUID: its limits, or why it cannot be had.
@@ -126,7 +127,8 @@ class PowerHelper:
                 self._why = ""
                 for run in (self._listen, self._ping):
                     threading.Thread(target=run, name="ntp-power", daemon=True).start()
-        answer = self._ask(do="hello", job=self._job, gpus=list(gpus))
+        locked = {} if clocks_mhz is None else {"clocks_mhz": list(clocks_mhz)}
+        answer = self._ask(do="hello", job=self._job, gpus=list(gpus), **locked)
         return {gpu: answer_of(gpu, answer.get("gpus", {}).get(gpu), answer) for gpu in gpus}
 
     def set(self, *settings: Setting) -> list[Answer]:

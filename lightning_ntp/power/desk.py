@@ -65,12 +65,14 @@ class Desk:
         self._leftovers = Leftovers(self._journal)
         self._places: dict[str, Place] = {}
 
-    async def hello(self, client: object, job: str, gpus: Sequence[str]) -> dict[str, Open | Result]:
+    async def hello(
+        self, client: object, job: str, gpus: Sequence[str], clocks_mhz: tuple[int, int] | None = None
+    ) -> dict[str, Open | Result]:
         """Take GPUs for a client; what it had besides is put back."""
         for place in self._held(client):
             if place.hand.gpu not in gpus:
                 self._give_back(place)
-        answers = await asyncio.gather(*(self._take(client, job, gpu) for gpu in gpus))
+        answers = await asyncio.gather(*(self._take(client, job, gpu, clocks_mhz) for gpu in gpus))
         return dict(zip(gpus, answers, strict=True))
 
     async def set(self, client: object, settings: Sequence[Setting]) -> list[Result]:
@@ -150,7 +152,7 @@ class Desk:
 
     # ---- one GPU ----------------------------------------------------------------------------------------------
 
-    async def _take(self, client: object, job: str, gpu: str) -> Open | Result:
+    async def _take(self, client: object, job: str, gpu: str, clocks_mhz: tuple[int, int] | None) -> Open | Result:
         place = self._place(gpu)
         if place is None:
             return Result(Status.REFUSED, f"the helper has no room for more than {_MOST_PLACES} GPUs")
@@ -159,7 +161,7 @@ class Desk:
         if place.holder not in (None, client):
             return Result(Status.REFUSED, f"it is in use by job {place.job!r}")
         place.holder, place.job = client, job
-        answer = await self._ask(place, lambda: place.hand.open(job), _OPEN_SECONDS)
+        answer = await self._ask(place, lambda: place.hand.open(job, clocks_mhz), _OPEN_SECONDS)
         if isinstance(answer, Result):
             self._give_back(place)
         return answer

@@ -62,8 +62,12 @@ class Hand:
         with self._guard:
             return self._open, dict(self._values)
 
-    def open(self, job: str) -> Open | Result:
+    def open(self, job: str, clocks_mhz: tuple[int, int] | None = None) -> Open | Result:
         """Take the GPU for a job.
+
+        Args:
+            job: Its name.
+            clocks_mhz: The range to which its clocks are locked already, as the job knows it: no call says it.
 
         Returns:
             What may be done with it, or why nothing may.
@@ -90,10 +94,16 @@ class Hand:
         except CallError as error:
             self._unclaim()
             return failure(error)
+        if clocks_mhz is not None and not _fits(clocks_mhz, bounds.clocks_mhz):
+            self._unclaim()
+            between = f"between {bounds.clocks_mhz[0]} and {bounds.clocks_mhz[1]} MHz" if bounds.clocks_mhz else "known"
+            return Result(
+                Status.REFUSED, f"its clocks are locked to {clocks_mhz}, says the job, which is not {between}"
+            )
         ceiling = bounds.limit_mw[1] if self._ceiling == MAXIMUM else min(limit, bounds.limit_mw[1])
         opened = Open(limit, bounds, ceiling)
         with self._guard:
-            self._open, self._job, self._values = opened, job, {POWER_LIMIT: limit, CLOCKS: None}
+            self._open, self._job, self._values = opened, job, {POWER_LIMIT: limit, CLOCKS: clocks_mhz}
         return opened
 
     def move(self, lever: str, value: Value) -> Result:
@@ -275,6 +285,10 @@ class Hand:
         if line not in self._said:
             self._said.add(line)
             self._say(line)
+
+
+def _fits(clocks_mhz: tuple[int, int], bounds: tuple[int, int] | None) -> bool:
+    return bounds is not None and bounds[0] <= clocks_mhz[0] <= clocks_mhz[1] <= bounds[1]
 
 
 def _worst(results: list[Result]) -> Result:

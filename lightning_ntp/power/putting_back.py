@@ -64,18 +64,20 @@ def put_back(levers: Levers, entry: Entry, newer_elsewhere: bool, write: bool = 
     """
     try:
         if entry.lever == CLOCKS:
-            return _unlock(levers, newer_elsewhere, write)
+            return _unlock(levers, entry.first, newer_elsewhere, write)
         return _write_back(levers, entry, write)
     except CallError as error:
         return failure(error)
 
 
-def _unlock(levers: Levers, newer_elsewhere: bool, write: bool) -> Result:
+def _unlock(levers: Levers, first: Value, newer_elsewhere: bool, write: bool) -> Result:
     if newer_elsewhere:
         return Result(Status.LEFT, "another owner has locked its clocks since")
-    if write:
+    if write and isinstance(first, tuple):
+        levers.lock_clocks(*first)
+    elif write:
         levers.unlock_clocks()
-    return Result(Status.DONE)
+    return Result(Status.DONE, now=first)
 
 
 def _write_back(levers: Levers, entry: Entry, write: bool) -> Result:

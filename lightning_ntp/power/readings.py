@@ -12,8 +12,8 @@ from lightning_ntp.power.control.signals import GpuReading, Reason
 _SW_POWER_CAP, _HW_SLOWDOWN, _SW_THERMAL, _HW_THERMAL, _POWER_BRAKE = 0x4, 0x8, 0x20, 0x40, 0x80
 """NVML's clock event reasons. That of a slowdown by hardware is set with each of the last two, and alone by devices
 that do not say which."""
-_CORRECTED = ("ecc_corrected_total", "row_remap_correctable", "nvlink_errors", "pcie_replays")
-"""Counts of errors that were put right."""
+_CORRECTED = ("ecc_corrected_total", "row_remap_correctable", "pcie_replays")
+"""Counts of errors that were put right. Not those of NVLinks: some of them may grow on links that are well."""
 
 
 def gpu_reading(reading: Reading, before: Reading | None, locked_mhz: int | None) -> GpuReading:

@@ -3,7 +3,8 @@
 To it; each may have an ``id`` (a number, or a short text), which comes back in the answer:
 
 ======================================================  ==============================================================
-``{"do": "hello", "job": name, "gpus": [uuid, ...]}``    take these GPUs; again: put back and let go of what it had
+``{"do": "hello", "job": name, "gpus": [uuid, ...]}``    take these GPUs; again: put back and let go of what it had.
+                                                        ``"clocks_mhz": [a, b]``: their clocks are locked already
 ``{"do": "set", "gpu": uuid, "limit_w": watts}``        set a power limit
 ``{"do": "set", "gpu": uuid, "clocks_mhz": [a, b]}``    lock the graphics clock to a range; null: unlock it
 ``{"do": "set", "gpu": uuid, "profiles": [7, ...]}``    request these workload power profiles and no others
@@ -81,6 +82,7 @@ class Request:
         id: To be given back.
         job: Of ``hello``.
         gpus: UUIDs, of ``hello`` and ``release``; of the latter empty for all.
+        clocks_mhz: Of ``hello``: the range to which clocks are locked already, in MHz.
         settings: Of ``set``.
     """
 
@@ -89,6 +91,7 @@ class Request:
     job: str = ""
     gpus: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
+    clocks_mhz: tuple[int, int] | None = None
 
 
 def parse(line: bytes) -> Request:
@@ -128,13 +131,13 @@ def value_record(lever: str, value: Value) -> dict[str, Any]:
 
 
 def _hello(message: Mapping[str, Any], id: int | str | None) -> Request:
-    _only(message, "job", "gpus")
+    _only(message, "job", "gpus", "clocks_mhz")
     job, gpus = message.get("job"), message.get("gpus")
     if not isinstance(job, str) or not 0 < len(job) <= _MOST_TEXT or not job.isprintable():
         raise Refusal(f"job has to be a text of up to {_MOST_TEXT} printable characters")
     if not isinstance(gpus, list) or len(gpus) > MOST_GPUS:
         raise Refusal(f"gpus has to be a list of up to {MOST_GPUS} UUIDs")
-    return Request("hello", id, job, tuple(dict.fromkeys(_gpu(each) for each in gpus)))
+    return Request("hello", id, job, tuple(dict.fromkeys(_gpu(each) for each in gpus)), clocks_mhz=_clocks(message))
 
 
 def _set(message: Mapping[str, Any], id: int | str | None) -> Request:
@@ -166,13 +169,17 @@ def _setting(message: Any) -> Setting:
     _only(message, "gpu", "clocks_mhz")
     if "clocks_mhz" not in message:
         raise Refusal("a setting has to have limit_w, clocks_mhz or profiles")
-    clocks = message["clocks_mhz"]
+    return Setting(gpu, CLOCKS, _clocks(message))
+
+
+def _clocks(message: Mapping[str, Any]) -> tuple[int, int] | None:
+    clocks = message.get("clocks_mhz")
     if clocks is None:
-        return Setting(gpu, CLOCKS, None)
+        return None
     whole = isinstance(clocks, list) and len(clocks) == 2 and all(type(each) is int for each in clocks)
     if not whole or not 0 < clocks[0] <= clocks[1] < _MOST_MHZ:
         raise Refusal("clocks_mhz has to be null, or two whole numbers of MHz, the lower one first")
-    return Setting(gpu, CLOCKS, (clocks[0], clocks[1]))
+    return clocks[0], clocks[1]
 
 
 def _profiles(numbers: Any) -> frozenset[int]:

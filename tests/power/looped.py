@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_ntp.launch import RankIdentity, is_rank
 from tests.lightning.rigs import slot
-from tests.nvml.mock import MockNvml
+from tests.nvml.mock import MockNvml, Rule
 from tests.recovery.jobs import Samples
 from tests.recovery.models import Automatic
 
@@ -39,7 +39,7 @@ class Simulation:
         power: Settings of the :class:`PowerManager` in the ranks; the launching process has one of its own.
         load: Of the GPUs at work, see the model.
         does: (slot, step, what, arguments): something else that befalls before that step: a method of
-            :class:`MockNvml` by its name, or ``"raise"``, or ``"kill helper"``.
+            :class:`MockNvml` by its name, ``"forgive"`` its faults, ``"raise"``, or ``"kill helper"``.
     """
 
     sample_s: float = 0.004
@@ -57,7 +57,7 @@ class OnSimulatedGpus(Callback):
         simulation: See there.
     """
 
-    ntp_own_attributes = ("_mock", "_dies", "_does", "_file")
+    ntp_own_attributes = ("_mock", "_dies", "_does", "_file", "_rules")
 
     def __init__(self, directory: Path, simulation: Simulation) -> None:
         self._simulation = simulation
@@ -66,6 +66,7 @@ class OnSimulatedGpus(Callback):
         self._dies = set() if joins else {step for who, step in simulation.dies if who == slot()}
         self._does = [] if joins else [each for each in simulation.does if each[0] == slot()]
         self._mock: MockNvml | None = None
+        self._rules: list[Rule] = []
         self._file = directory / f"steps-{slot()}"
 
     @property
@@ -88,8 +89,12 @@ class OnSimulatedGpus(Callback):
                 raise RuntimeError("a mistake in the program")
             if step == trainer.global_step and what == "kill helper":
                 os.kill(self.mock.history()[-1].pid, signal.SIGKILL)
+            elif step == trainer.global_step and what == "forgive":
+                while self._rules:
+                    self._rules.pop().remove()
             elif step == trainer.global_step:
-                getattr(self.mock, what)(**arguments)
+                found = getattr(self.mock, what)(**arguments)
+                self._rules += [found] if isinstance(found, Rule) else []
         if trainer.global_step in self._dies:
             self.mock.set(slot(), load=0.0)
             os.kill(os.getpid(), signal.SIGKILL)

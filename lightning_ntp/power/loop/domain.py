@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_ntp.nvml.readings import Reading
+from lightning_ntp.power.answers import Answer
 from lightning_ntp.power.control import Domain, GpuBounds
 from lightning_ntp.power.loop.settings import PowerSettings
 from lightning_ntp.power.loop.writing import Writer
@@ -71,7 +72,7 @@ def find_levers(
             writer = None
             deny(f"{len(wrong)} of {len(gpus)} GPUs cannot be had, {wrong[0].gpu} for one: {wrong[0].why}")
         else:
-            values = {gpu: {**values.get(gpu, {}), **each.values} for gpu, each in answers.items()}
+            values = {gpu: _as_taken(each) for gpu, each in answers.items()}
     powered = bool(gpus) and all(gpu in values for gpu in gpus) and len(gpus) == len(homes)
     node = socket.gethostname()
     try:
@@ -87,6 +88,11 @@ def find_levers(
         if writer is not None:
             writer.close()
         raise
+
+
+def _as_taken(answer: Answer) -> Mapping[str, Any]:
+    clocks = answer.values.get("clocks_mhz")
+    return {**answer.values, "max_clock_mhz": clocks[1] if clocks else None}
 
 
 def _as_found(reading: Reading) -> Mapping[str, Any]:

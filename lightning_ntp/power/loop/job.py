@@ -113,7 +113,7 @@ class PowerJob:
         if self._controller is not None:
             self._forget(0.0)
             self._telling.times({})
-            self._report.returned()
+            self._report.forget()
 
     def close(self) -> None:
         """The job is over."""
@@ -187,7 +187,8 @@ class PowerJob:
         self._controller = self._decision = None
         self._not_before = not_before
         if levers is not None and levers.writer is not None:
-            levers.writer.close()
+            for answer in levers.writer.close():
+                self._report.event("kept", f"{answer.gpu} is not as it was at the start: {answer.why}")
 
     # ---- writing ----------------------------------------------------------------------------------------------
 

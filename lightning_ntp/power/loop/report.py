@@ -28,7 +28,9 @@ class Report:
     def __init__(self, job_dir: Path) -> None:
         self._job_dir = job_dir
         self._said: set[str] = set()
-        self._notes: tuple[str, ...] = ()
+        self._notes: set[str] = set()
+        """Those of the last interval, without numbers."""
+        self._told_notes: set[str] = set()
         self._told_w: dict[int, float] = {}
         """Replica -> the sum of its limits as it was told last, of those that are boosted."""
         self._moving: dict[int, tuple[float, int]] = {}
@@ -62,12 +64,13 @@ class Report:
             self.event(kind, text, replica)
 
     def notes(self, notes: tuple[str, ...]) -> None:
-        """What the controller has to say of the state; told when it begins to hold, numbers aside."""
-        known = {_without_numbers(note) for note in self._notes}
-        for note in notes:
-            if _without_numbers(note) not in known:
+        """What the controller has to say of the state; told when it has held for two intervals, numbers aside."""
+        now = {_without_numbers(note): note for note in notes}
+        for kind, note in now.items():
+            if kind in self._notes and kind not in self._told_notes:
                 self.event("headroom" if "headroom" in note else "note", note)
-        self._notes = notes
+        self._told_notes = {kind for kind in now if kind in self._notes}
+        self._notes = set(now)
 
     def limits(
         self, limits_w: Mapping[int, float], shares_w: Mapping[int, float], gpus: Mapping[int, int]
@@ -97,11 +100,9 @@ class Report:
             del self._told_w[replica]
         return settled
 
-    def returned(self) -> None:
-        """Everything is as it was at the start."""
-        if self._told_w:
-            self.event("returned", "nobody trains: all limits are as they were at the start")
-        self._told_w, self._moving, self._notes = {}, {}, ()
+    def forget(self) -> None:
+        """Nothing is boosted any more."""
+        self._told_w, self._moving, self._notes, self._told_notes = {}, {}, set(), set()
 
     def state(self, state: Mapping[str, Any]) -> None:
         """What holds at this moment, for loggers and who looks from outside."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning_ntp.power.answers import Answer
 from lightning_ntp.power.client import PowerHelper, locked_clocks, power_limit, workload_profiles
 from lightning_ntp.power.control import Decision, Domain, next_write
 
+_AGAIN_SECONDS = 30.0
+"""Until a GPU that was not written is raised again. It is lowered at once, as often as it takes."""
 SECONDS = 5.0
 """The longest that one message to the helper is waited for."""
 
@@ -34,6 +37,8 @@ class Writer:
         """What was written last."""
         self.refused: dict[str, Answer] = {}
         """GPUs that were not written as wished, since the last time that they were."""
+        self._not_before: dict[str, float] = {}
+        """When such a GPU is raised again at the earliest."""
 
     @property
     def lost(self) -> bool:
@@ -45,7 +50,7 @@ class Writer:
         self.close()
         self._lost.clear()
         self._helper = PowerHelper(self._job, self._socket, self._on_lost, maximum=self._maximum, seconds=SECONDS)
-        answers = self._helper.open(gpus)
+        answers = self._helper.open(gpus, self._clocks)
         self.limits_w = {gpu: float(each.values["limit_w"]) for gpu, each in answers.items() if each.done}
         self.clocks_mhz = {} if self._clocks is None else {gpu: self._clocks[1] for gpu in self.limits_w}
         return answers
@@ -68,8 +73,9 @@ class Writer:
         Returns:
             The GPUs that were written.
         """
-        now, tried, written = dict(present_w), set[str](), list[str]()
+        now, written, moment = dict(present_w), list[str](), time.monotonic()
         wanted = {gpu: watts for gpu, watts in decision.limits_w.items() if gpu in {w.gpu for w in decision.writes}}
+        tried = {gpu for gpu, watts in wanted.items() if watts > now.get(gpu, 0.0) and self._waits(gpu, moment)}
         while go_on() and self._helper is not None:
             write = next_write(now, wanted, domain.total_w, decision.held_w, tried)
             if write is None:
@@ -87,11 +93,18 @@ class Writer:
         assert self._helper is not None
         return self._helper.set(*(workload_profiles(gpu, profiles) for gpu in self.limits_w))
 
-    def close(self) -> None:
-        """Everything is put back by the helper, and a child ends. Waits for it, not for ever."""
+    def close(self) -> list[Answer]:
+        """Have everything put back, and let a child end. Waits for it, not for ever.
+
+        Returns:
+            What is not back: the helper tries on, and if it must end before, ``lightning-ntp restore-power`` does it.
+        """
         helper, self._helper = self._helper, None
-        if helper is not None:
-            helper.close()
+        if helper is None:
+            return []
+        answers = helper.release()
+        helper.close()
+        return [each for each in answers.values() if not each.done]
 
     def _write_clocks(self, decision: Decision, go_on: Callable[[], bool]) -> list[str]:
         written = []
@@ -108,7 +121,11 @@ class Writer:
             self.refused.pop(answer.gpu, None)
         else:
             self.refused[answer.gpu] = answer
+            self._not_before[answer.gpu] = time.monotonic() + _AGAIN_SECONDS
         return answer.done
+
+    def _waits(self, gpu: str, moment: float) -> bool:
+        return gpu in self.refused and moment < self._not_before[gpu]
 
     def _on_lost(self, why: str) -> None:
         self.why_lost = why
