@@ -15,6 +15,7 @@ from lightning_ntp.power.loop.places import Places, Work
 from lightning_ntp.power.loop.report import Report
 from lightning_ntp.power.loop.settings import PowerSettings
 from lightning_ntp.power.loop.telling import Interval, Telling
+from lightning_ntp.power.loop.writing import Writer
 from lightning_ntp.power.putting_back import Status
 
 _PATIENCE = 60.0
@@ -52,6 +53,8 @@ class PowerJob:
         self._telling = Telling(job_dir, self._report)
         self._measurer = Measurer(self._paces, readings, settings.interval, settings.max_temperature)
         self._levers: Levers | None = None
+        self._owing: list[Writer] = []
+        """They move nothing any more, and have not put everything back yet."""
         self._controller: Controller | None = None
         self._decision: Decision | None = None
         self._began = self._last = time.monotonic()
@@ -88,6 +91,7 @@ class PowerJob:
             go_on: Whether the job goes on; asked before each write.
         """
         self._places.look()
+        self._settle(last=False)
         work, replicas, now = self._places.work(), self._replicas(), time.monotonic()
         if not work.training or not replicas:
             self.give_back()
@@ -118,6 +122,7 @@ class PowerJob:
     def close(self) -> None:
         """The job is over."""
         self._forget(float("inf"))
+        self._settle(last=True)
         self._paces.close()
 
     # ---- beginning and ending ---------------------------------------------------------------------------------
@@ -135,7 +140,7 @@ class PowerJob:
         if now < self._not_before or (named and unnamed and now < self._began + _PATIENCE):
             return False
         settings = self._settings
-        writes = settings.writes and now >= self._denied_until
+        writes = settings.writes and now >= self._denied_until and not self._owing
         try:
             levers = find_levers(settings, self._job_dir.name, homes, named, self._readings(), writes, self._deny)
         except BudgetError as error:
@@ -187,8 +192,18 @@ class PowerJob:
         self._controller = self._decision = None
         self._not_before = not_before
         if levers is not None and levers.writer is not None:
-            for answer in levers.writer.close():
-                self._report.event("kept", f"{answer.gpu} is not as it was at the start: {answer.why}")
+            self._owing.append(levers.writer)
+            self._settle(last=False)
+
+    def _settle(self, last: bool) -> None:
+        """Let go of helpers that have put everything back; the others try on as long as the job lives."""
+        for writer in list(self._owing):
+            left = writer.release()
+            for answer in left:
+                self._report.once("kept", f"{answer.gpu} is not as it was at the start: {answer.why}")
+            if last or not left:
+                writer.close()
+                self._owing.remove(writer)
 
     # ---- writing ----------------------------------------------------------------------------------------------
 

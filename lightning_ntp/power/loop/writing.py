@@ -93,18 +93,21 @@ class Writer:
         assert self._helper is not None
         return self._helper.set(*(workload_profiles(gpu, profiles) for gpu in self.limits_w))
 
-    def close(self) -> list[Answer]:
-        """Have everything put back, and let a child end. Waits for it, not for ever.
+    def release(self) -> list[Answer]:
+        """Have everything put back.
 
         Returns:
-            What is not back: the helper tries on, and if it must end before, ``lightning-ntp restore-power`` does it.
+            What is not back: call it again, or let ``lightning-ntp restore-power`` do it.
         """
-        helper, self._helper = self._helper, None
-        if helper is None:
+        if self._helper is None or self._helper.lost:
             return []
-        answers = helper.release()
-        helper.close()
-        return [each for each in answers.values() if not each.done]
+        return [each for each in self._helper.release().values() if not each.done]
+
+    def close(self) -> None:
+        """The helper puts back what it has not yet; a child ends. Waits for it, not for ever."""
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.close()
 
     def _write_clocks(self, decision: Decision, go_on: Callable[[], bool]) -> list[str]:
         written = []
