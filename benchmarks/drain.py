@@ -43,12 +43,14 @@ class Move:
     Args:
         step: An undisturbed step, median of the neighbours; seconds.
         worst: The longest of the two steps in which something is prepared, moved or changed.
+        longest: The longest of the neighbours: what this machine's noise does to a step.
         moved: Bytes over the wire.
         seconds: Phases, of the slowest rank each.
     """
 
     step: float
     worst: float
+    longest: float
     moved: int
     seconds: dict[str, float]
 
@@ -75,7 +77,8 @@ def run(slot: int, how: str) -> Move:
     assert len(around) > AROUND, f"the slot came back in step {told}, too late to compare it with what follows"
     phases = {key for mark in changes for key in mark["seconds"]}
     seconds = {key: max(mark["seconds"].get(key, 0.0) for mark in changes) for key in phases}
-    return Move(statistics.median(around), max(took[step] for step in moving), changes[0]["bytes"], seconds)
+    worst = max(took[step] for step in moving)
+    return Move(statistics.median(around), worst, max(around), changes[0]["bytes"], seconds)
 
 
 def main() -> None:
@@ -98,6 +101,7 @@ def main() -> None:
         ("an undisturbed step, ms", lambda each: 1e3 * each.step),
         ("the step of the move, ms", lambda each: 1e3 * each.worst),
         ("the step of the move / its neighbours", lambda each: each.worst / each.step),
+        ("the longest of them / their median", lambda each: each.longest / each.step),
         *((f"  {phase}, ms", lambda each, p=phase: 1e3 * each.seconds.get(p, 0.0)) for phase in PHASES),
     ):
         cells = [_cell([of(each) for each in found[how]]) for how in found]

@@ -49,6 +49,7 @@ class Job:
         trainer: Settings of the Trainer.
         settings: Of the module.
         drains: (slot that asks, slot that is to leave, steps that are done): a planned leave.
+        asks_in: Where it asks: before the "training" batch, or in the middle of the "validation" that follows the step.
         copy_cost: What neighbours' copies may cost, as a share of the steps, if not what the package allows.
     """
 
@@ -63,6 +64,7 @@ class Job:
     trainer: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     drains: tuple[tuple[int, int, int], ...] = ()
+    asks_in: str = "training"
     copy_cost: float | None = None
 
     @property
@@ -139,10 +141,21 @@ class Ledger(Callback):
 class Drains(Callback):
     """Asks for planned leaves."""
 
-    def __init__(self, drains: tuple[tuple[int, int, int], ...]) -> None:
-        self._drains = {(leaver, step) for asks, leaver, step in drains if asks == slot()}
+    def __init__(self, job: Job) -> None:
+        self._drains = {(leaver, step) for asks, leaver, step in job.drains if asks == slot()}
+        self._where = job.asks_in
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if self._where == "training":
+            self._ask(trainer)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if self._where == "validation" and batch_idx == 1:
+            self._ask(trainer)
+
+    def _ask(self, trainer: Trainer) -> None:
         for leaver, step in sorted(self._drains):
             if step == trainer.global_step:
                 trainer.strategy.drain(leaver, "maintenance")
@@ -206,7 +219,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, Drains(job.drains), FaultInjector(faults)],
+        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, Drains(job), FaultInjector(faults)],
     )
     make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
     trainer.fit(module, make(job.samples))

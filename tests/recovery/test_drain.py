@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from lightning_ntp.engine.events import read_events
-from tests.recovery.jobs import EXACT, Job, Result, Worlds, survives
+from tests.recovery.jobs import EXACT, Job, Result, Samples, Worlds, survives
+from tests.recovery.models import Automatic
 from tests.recovery.test_modes import BOUNDS, MODES
+
+
+class Validates(Automatic):
+    """Logs a loss of its own of the data that it validates on."""
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Samples(12), batch_size=2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y, _ = batch
+        self.log("val_loss", (self.net(x) - y).square().mean(), on_step=False, on_epoch=True, sync_dist=True)
 
 
 def events(result: Result) -> list[str]:
@@ -40,6 +54,13 @@ def test_in_every_mode(world: Worlds, mode: str, tmp_path: Path) -> None:
     step = 2 if "manual" in mode else 1  # both optimizers of a manual step count
     job = Job((2, 2), drains=((3, 1, step),), **MODES[mode])
     leaves(world, job, tmp_path, (1, 2), bound=BOUNDS.get(mode, EXACT))
+
+
+@pytest.mark.parametrize("slot", [0, pytest.param(3, marks=pytest.mark.chaos)])
+def test_asked_for_in_the_middle_of_a_validation(world: Worlds, slot: int, tmp_path: Path) -> None:
+    """Nobody leaves before the next step: what validation finds is complete, and of one layout."""
+    job = Job((2, 2), module="tests.recovery.test_drain:Validates", drains=((2, slot, 2),), asks_in="validation")
+    leaves(world, replace(job, trainer={"val_check_interval": 2}), tmp_path, (1, 2) if slot < 2 else (2, 1))
 
 
 def test_before_there_is_an_optimizer_state(world: Worlds, tmp_path: Path) -> None:

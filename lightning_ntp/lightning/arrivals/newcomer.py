@@ -93,15 +93,17 @@ class Newcomer:
         return self._runtime.joining
 
     def first(self) -> Fetched:
-        """The next batch of the step in which this rank joins. Waits until it is a member.
+        """The next batch of the step in which this rank joins. Waits until it is a member, and stands at the batch.
 
         Raises:
             TooLate: If the fit is over first.
         """
+        further = self._outcome is not None
         while self._outcome is None:
             self._take_part(self._wait_for_invitation())
         handover = self._batches.popleft()
-        self._become(handover.state)
+        if further:
+            self._become(handover.state)
         self._take_common(handover.common, ())
         self._started = handover.state if handover.started else b""
         fetched = handover.fetched
@@ -129,7 +131,7 @@ class Newcomer:
 
     def _take_part(self, invitation: Invitation) -> None:
         """Become a member, unless the invitation comes to nothing."""
-        slot, name = self._runtime.slot, invitation.name
+        name = invitation.name
         entry: PlannedEntry | None = None
         try:
             self._carried.make_states(self._given(invitation, "schema"))
@@ -142,9 +144,12 @@ class Newcomer:
                 name,
                 invitation.number,
             )
-            outcome: Outcome = pickle.loads(self._given(invitation, "outcome"))
+            first: Handover = pickle.loads(self._given(invitation, "batch/0"))
+            # the members still compute: now it costs nobody anything. An invitation after this one does it again
+            self._set_out(invitation, first)
+            outcome: Outcome = pickle.loads(self._given(invitation, "outcome", _TICK / 5))
             numbers = range(outcome.count)
-            batches = [pickle.loads(self._given(invitation, f"batch/{number}")) for number in numbers]
+            further = [pickle.loads(self._given(invitation, f"batch/{number}")) for number in numbers[1:]]
             results = [self._given(invitation, f"after/{number}") for number in numbers[:-1]] if self._automatic else []
             entry.switch()
         except (Interrupted, TooLate) as error:
@@ -159,13 +164,22 @@ class Newcomer:
         progress.current().back_to(Tag.BETWEEN)
         self._entry, self._outcome = entry, outcome
         self._joined = tuple(join.slot for join in invitation.joins)
-        self._batches, self._results = deque(batches), deque([*results, outcome.state])
-        self.replica = next(join.replica for join in invitation.joins if join.slot == slot)
+        self._batches, self._results = deque([first, *further]), deque([*results, outcome.state])
+
+    def _set_out(self, invitation: Invitation, first: Handover) -> None:
+        """Stand where the giver stood at the beginning of the step."""
+        self.replica = next(join.replica for join in invitation.joins if join.slot == self._runtime.slot)
         self._fresh = self.replica not in invitation.before.live_replicas
         self._go_home(self.replica)
+        self._become(first.state)
 
-    def _given(self, invitation: Invitation, what: str) -> bytes:
+    def _given(self, invitation: Invitation, what: str, tick: float = _TICK) -> bytes:
         """What the giver leaves.
+
+        Args:
+            invitation: To the present change.
+            what: Which of it.
+            tick: Seconds between looks: members wait for this rank if it comes late.
 
         Raises:
             Interrupted: If the members have changed first.
@@ -185,7 +199,7 @@ class Newcomer:
                 raise Interrupted("the members have changed")
             self._check_job()
             progress.current().tick()
-            time.sleep(_TICK)
+            time.sleep(tick)
 
     def _check_job(self) -> None:
         """Whether there is anything to wait for. Called between looks.
