@@ -206,7 +206,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
     options: dict[str, Any] = {"plugins": module.plugins()} if module.plugins() else {"precision": "64-true"}
     trainer = Trainer(
         accelerator="cpu",
-        devices=sum(job.degrees),
+        devices=sum(job.degrees) + job.strategy.get("spares", 0),
         strategy=NTPStrategy(degrees=job.degrees, **{"timeout": 30, "heartbeat": 10, **job.strategy}),
         **{
             "max_epochs": job.epochs,

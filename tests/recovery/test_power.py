@@ -15,6 +15,7 @@ import pytest
 
 from lightning_ntp.callbacks import PowerManager
 from lightning_ntp.engine.events import read_events
+from lightning_ntp.nvml.profiles import Profile
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
 from tests.power.looped import Simulation
@@ -220,6 +221,64 @@ def test_every_error_of_every_call(
     print(got.output)
     assert got.code == 0, got.output
     kept(nvml, tmp_path, [185.0] * 4)
+
+
+def test_clocks_that_were_locked_are_raised_and_locked_as_before(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 700, locked_clock_min=210, locked_clock_max=1200)
+    settings = {"levers": ["clocks"], "locked_clocks": [210, 1200]}
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, settings)
+    print(got.output)
+    assert got.code == 0, got.output
+    locked = [each.arguments[1] for each in nvml.history() if each.call == "nvmlDeviceSetGpuLockedClocks"]
+    assert max(locked) > 1300 and locked[-1] == 1200, locked
+    assert not [each for each in nvml.history() if each.call == "nvmlDeviceResetGpuLockedClocks"]
+    assert [nvml.get("locked_clock_max", gpu) for gpu in range(4)] == [1200] * 4
+    kept(nvml, tmp_path, [700.0] * 4)
+
+
+@pytest.mark.chaos
+def test_profiles_are_requested_while_training_only(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185, profiles_supported=[1 << 7, *[0] * 7])
+    assert Profile["LLM_TRAINING"] == 7
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, {**ROOM, "profiles": ["LLM_TRAINING"]})
+    print(got.output)
+    assert got.code == 0, got.output
+    assert [each for each in nvml.history() if "Profile" in each.call]
+    assert [nvml.get("profiles_requested", gpu)[0] for gpu in range(4)] == [0] * 4
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+def test_a_spare_keeps_its_power_until_it_joins(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    """Even where a whole node lends: it may be needed in the very step of a loss."""
+    machine(nvml, 5, 185)
+    job = replace(JOB, batches=40, strategy={"spares": 1})
+    settings = {"ceiling": "maximum", "lend": "node", "gpus": GPUS[:5]}
+    simulation = replace(LOSS, dies=((3, 8), (1, 20)))
+    got = run(supervising, tmp_path, nvml, simulation, job, settings, spares=1)
+    print(got.output)
+    assert got.code == 0 and "slot 4 joined" in got.output, got.output
+    assert max(sums(nvml, [185.0] * 5, {3}), default=0) <= 5 * 185 - 80
+    kept(nvml, tmp_path, [185.0] * 5)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("straggler", ["none", "rebalance"])
+def test_without_power_nothing_is_written(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, straggler: str
+) -> None:
+    machine(nvml, 4, 185)
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, {**ROOM, "straggler": straggler})
+    print(got.output)
+    assert got.code == 0 and nvml.history() == [], got.output
+    logged = (tmp_path / "rows" / "metrics.csv").read_text().splitlines()[0]
+    assert "ntp/power/replica1/watts" in logged
 
 
 def restore(nvml: MockNvml, directory: Path) -> None:
