@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning.rigs import EndState, assert_same, slot
 from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
-from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Worlds, _module, numbers, undisturbed
+from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Shares, Worlds, _module, numbers, undisturbed
 from tests.recovery.models import Automatic
 from tests.recovery.returning_models import Saves
 from tests.recovery.supervised import Supervised, SupervisingProcess, holdings
@@ -74,7 +74,14 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, WaitsForNewcomers(waits), FaultInjector(faults)],
+        callbacks=[
+            *module.extra_callbacks(directory),
+            end,
+            ledger,
+            WaitsForNewcomers(waits),
+            Shares(job.shares),
+            FaultInjector(faults),
+        ],
     )
     make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
     trainer.fit(module, make(job.samples))
