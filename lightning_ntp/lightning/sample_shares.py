@@ -39,7 +39,6 @@ class SampleShares:
         current: The rank's runtime.
         trainer: Of the running fit.
         batches: Keeps the shares.
-        redoing: Whether steps are done again that were committed before.
         record: Appends an event to the run's file, on rank 0.
     """
 
@@ -48,11 +47,10 @@ class SampleShares:
         current: Runtime,
         trainer: Trainer,
         batches: Batches,
-        redoing: Callable[[], bool],
         record: Callable[..., None],
     ) -> None:
         self._runtime, self._trainer, self._batches = current, trainer, batches
-        self._redoing, self._record = redoing, record
+        self._record = record
         self._wanted = 0
         """The number of this rank's newest request, until it is heard."""
         self._heard: tuple[int, ...] | None = None
@@ -64,9 +62,13 @@ class SampleShares:
 
     def watch(self, loader: object) -> None:
         """A training loader is set up: from its next pass on it draws by the shares."""
-        found = deal_by_shares(loader, lambda epoch, number: self._batches.schedule.at(epoch, number))
+        found = deal_by_shares(loader, self._counts_at)
         if found is not None and found not in self._drawn_by:
             self._drawn_by.append(found)
+
+    def _counts_at(self, epoch: int, number: int) -> Counts | None:
+        # a loader of the user's own may be validated on too
+        return self._batches.schedule.at(epoch, number) if self._trainer.training else None
 
     def end(self) -> None:
         """The fit is over: the loaders are the user's again."""
@@ -96,7 +98,7 @@ class SampleShares:
     @property
     def samples(self) -> int:
         """Samples of a global batch; 0 if they cannot be told."""
-        return self._batches.shared(self._trainer).batch_size * len(self._runtime.launched.replicas)
+        return self._batches.shared(self._trainer).batch_size * self._replicas
 
     @property
     def counts(self) -> dict[int, int]:
@@ -116,6 +118,8 @@ class SampleShares:
         Raises:
             ValueError: If samples cannot move, or the counts are wrong; says why.
         """
+        if self._runtime.joining:
+            return  # what it asks for while it sets up the others have asked for in their time
         why = self.why_not or (self._mistake(counts) if counts is not None else "")
         if why:
             raise ValueError(f"share_samples: {why}")
@@ -145,10 +149,15 @@ class SampleShares:
             size = self._batches.shared(self._trainer).batch_size
             return (
                 f"the counts {dict(counts)} sum to {sum(counts.values())}, but a global batch has {whole} samples"
-                f" (batch_size={size} for each of the {len(self._runtime.launched.replicas)} replicas of the launch):"
+                f" (batch_size={size} for each of the {self._replicas} replicas of the launch):"
                 " moving samples must not change it"
             )
         return ""
+
+    @property
+    def _replicas(self) -> int:
+        """Of the launch."""
+        return len(self._runtime.launched.replicas)
 
     @property
     def _live(self) -> tuple[int, ...]:
@@ -156,7 +165,7 @@ class SampleShares:
 
     def _sizes(self, counts: Counts | None, size: int, live: tuple[int, ...]) -> dict[int, int]:
         """Live replica -> samples of a whole batch."""
-        whole = [range(replica * size, (replica + 1) * size) for replica in range(len(self._runtime.launched.replicas))]
+        whole = [range(size)] * self._replicas
         return {replica: len(part) for replica, part in deal(whole, counts, live).items()}
 
     # ---- in the vote --------------------------------------------------------------------------------------------
@@ -166,10 +175,7 @@ class SampleShares:
 
         The largest number counts, so the last ones are negative: a replica has room for what its fullest rank has.
         """
-        replicas = len(self._runtime.launched.replicas)
-        room = [-UNLIMITED] * replicas
-        if self._redoing():
-            return (0, 0, 0, *room)
+        room = [-UNLIMITED] * self._replicas
         generation, drawing = self._runtime.generation, fetching.drawing(self._trainer)
         schedule = self._batches.schedule
         if self._wanted <= schedule.version:
@@ -182,7 +188,7 @@ class SampleShares:
 
     def counted(self, votes: tuple[int, ...]) -> None:
         """What the vote has said."""
-        self._heard = None if self._redoing() else votes
+        self._heard = votes
 
     def step_done(self, committed: int, gathering: bool) -> None:
         """A step is committed: what was announced in its vote is settled."""
@@ -212,15 +218,13 @@ class SampleShares:
         if not covers(counts, self._live):  # somebody is back since
             self._warn(f"samples do not move to {asked}: live replicas are {list(self._live)}, and all need a share")
             return None
-        if len({*counts}) == 1 and self.samples == sum(counts):
-            return (None,)
         cut = within(counts, most)
         if cut is None:
             self._warn(f"samples do not move to {asked}: the memory of the devices has room for {most} samples only")
             return None
         if cut != counts:
             self._warn(f"of the counts {asked} the memory of the devices allows {dict(enumerate(cut))}")
-        return (cut,)
+        return (None if len({*cut}) == 1 else cut,)
 
     # ---- what all ranks know ------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class SampleShares:
         if not self._first or schedule.entries == before.entries:
             return
         entry = schedule.entries[-1]
-        size, live = self._batches.shared(self._trainer).batch_size, self._live
+        size, live, everybody = self._batches.shared(self._trainer).batch_size, self._live, range(self._replicas)
         now, then = self._sizes(before.newest, size, live), self._sizes(entry.counts, size, live)
         batch = entry.batch + self._batches.offset(self._trainer)
         over = batch >= self._trainer.num_training_batches
@@ -253,8 +257,8 @@ class SampleShares:
         details = {} if committed is None else {"step": committed}
         self._record(
             "shares",
-            before=[now.get(replica, 0) for replica in range(len(self._runtime.launched.replicas))],
-            after=[then.get(replica, 0) for replica in range(len(self._runtime.launched.replicas))],
+            before=[now.get(replica, 0) for replica in everybody],
+            after=[then.get(replica, 0) for replica in everybody],
             epoch=entry.epoch,
             batch=batch,
             **details,

@@ -518,7 +518,7 @@ class NTPStrategy(ParallelStrategy):
             Draining(self._runtime, survival.engine, self._leave),
             Relayout(self._runtime, survival.engine, demand),
             arrivals,
-            SampleShares(self._runtime, trainer, self._batches, lambda: transaction.redoing, self.record_event),
+            SampleShares(self._runtime, trainer, self._batches, self.record_event),
         )
         survival.shares = changes.shares
         changes.install(transaction, self._stop)

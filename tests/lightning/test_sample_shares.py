@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from tests.lightning.rigs import EXACT, EndState, Regression, Worlds, assert_same, make_trainer, rows, slot
 
@@ -175,3 +176,46 @@ def test_a_fit_that_is_resumed_within_an_epoch(world: Worlds, workers: int, lost
     assert sizes[:8] == [2] * (3 + ahead) + [3] * (5 - ahead)
     alone = 16 if lost is None else lost
     assert sizes[8:alone] == ([2] * (1 + ahead) + [1] * 8)[: alone - 8] and sizes[alone:] == [4] * (16 - alone)
+
+
+_EXAMPLE = re.search(
+    r"^```python\n(.*?)^```$", (Path(__file__).parents[2] / "docs/samples.md").read_text(), re.M | re.S
+)
+
+
+def _example(code: str) -> Any:
+    found: dict[str, Any] = {}
+    exec(code, found)
+    asks = Asks()
+    trainer = make_trainer((1, 1), callbacks=[found["Balance"](), asks], max_epochs=3)
+    trainer.fit(Sized(asks), DataLoader(rows(28), batch_size=7))
+    return asks.shares, asks.sizes
+
+
+def test_the_example_of_the_page(world: Worlds) -> None:
+    assert _EXAMPLE is not None
+    for rank, (shares, sizes) in enumerate(world(2).run(_example, _EXAMPLE.group(1))):
+        assert shares == [{0: 7, 1: 7}] * 3 + [{0: 9, 1: 5}] * 3
+        assert sizes == [7] * 3 + [(9, 5)[rank]] * 3
+
+
+def _validates() -> Any:
+    """The loader of training is that of validation, before every second step."""
+    seen: list[list[float]] = []
+
+    class Both(Sized):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append(batch[0][:, 0].tolist())
+
+    asks = Asks({0: 3, 1: 1})
+    data = rows(16)
+    sampler = DistributedSampler(data, 2, slot(), shuffle=False)
+    loader = DataLoader(data, batch_size=2, sampler=sampler)
+    make_trainer((1, 1), callbacks=[asks], val_check_interval=2, num_sanity_val_steps=0).fit(Both(asks), loader, loader)
+    return asks.sizes, seen, data.tensors[0][slot() :: 2, 0].tolist()
+
+
+def test_a_loader_that_is_validated_on_too_gives_its_own_samples_there(world: Worlds) -> None:
+    for rank, (sizes, seen, own) in enumerate(world(2).run(_validates)):
+        assert sizes == [2, 2, *[(3, 1)[rank]] * 2]
+        assert [value for batch in seen for value in batch] == own * 2

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from lightning_ntp.comm import Interrupted
 from tests.lightning.rigs import slot
 from tests.recovery.jobs import EXACT, PER_REPLICA, Samples
-from tests.recovery.models import Automatic, Manual
+from tests.recovery.models import Automatic, Manual, Settles
 
 WHOLE = {"all_loss_step": EXACT, "all_loss_epoch": EXACT, "metric": 1e-6}
 """Logged values that are the same whoever computes which sample, and how exactly: torchmetrics sums in float32."""
@@ -38,6 +38,17 @@ class Moves(Automatic):
         self.log("all_loss", whole, on_step=True, on_epoch=True, batch_size=1)
         self.metric.update(loss.detach(), len(batch[2]))
         self.log("metric", self.metric, on_step=False, on_epoch=True)
+
+
+class MovesFromTheStart(Moves):
+    """Asks on all ranks, as scripts do: on those that come later too, when it is of yesterday."""
+
+    def on_train_start(self) -> None:
+        self.trainer.strategy.share_samples({0: 3, 1: 1})
+
+
+class MovesAndSettles(Moves, Settles):
+    """Asks for every slot's own place once all are back."""
 
 
 class MovesManually(Moves, Manual):

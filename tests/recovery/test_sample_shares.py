@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_ntp.engine.events import FILE_NAME, read_events
+from lightning_ntp.plan import Topology
 from tests.lightning.rigs import assert_same
 from tests.recovery.jobs import EXACT, Job, Result, Worlds, assert_left, run, undisturbed
 from tests.recovery.sharing_models import WHOLE
@@ -211,3 +212,24 @@ def test_a_replica_is_dropped_while_shares_are_unequal(world: Worlds, zero: bool
     three[slot] = 3
     assert per_batch(got, 3) == [[2, 2, 2], three, *[dealt] * 4, *[after] * 2]
     assert shares(got)[-1]["before"] == dealt
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_a_death_anywhere_between_changes(
+    world: Worlds, step: int, slot: int, degrees: tuple[int, ...], workers: int, tmp_path: Path
+) -> None:
+    asks, size = (slot + 1) % sum(degrees), 2 * len(degrees)
+    rest = {replica: 1 for replica in range(1, len(degrees))}
+    unequal = {0: size - len(rest), **rest}, {len(degrees) - 1: size - len(rest), **{r: 1 for r in range(len(rest))}}
+    shares = tuple((asks, when, unequal[k % 2]) for k, when in enumerate((0, 2, 3, 7, 8)))
+    settings = {"loader": {"num_workers": workers, "persistent_workers": workers > 0}}
+    # who asks for a replica that is gone is refused: it asks no more after a loss of one
+    gone = degrees == (1, 1, 1) or (degrees == (2, 1) and slot == 2)
+    job = Job(degrees, ((slot, step, "sync"),), module=MOVES, settings=settings, batches=6)
+    job = replace(job, shares=tuple(each for each in shares if not gone or each[1] <= step))
+    left, _ = Topology.start(degrees).lose([slot])
+    moves(world, job, tmp_path, left.degrees)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,12 +28,13 @@ def test_a_rank_comes_back_while_shares_are_unequal(
     job = Job(
         (2, 2),
         ((slot, 1, "backward"),),
-        module=MOVES,
+        module="tests.recovery.sharing_models:MovesFromTheStart",
         settings={"loader": {"num_workers": workers}},
         batches=12,
-        shares=((3 - slot, 0, {0: 3, 1: 1}), (3 - slot, asks, {0: 1, 1: 3})),
+        shares=((3 - slot, asks, {0: 1, 1: 3}),),
     )
-    got = returns(supervising, world, job, (3,), tmp_path, partial=True)
+    peaceful = replace(job, module=MOVES)
+    got = returns(supervising, world, job, (3,), tmp_path, partial=True, want=peaceful)
     # a worker has drawn two batches ahead
     first, second = 1 + 2 * workers, asks + 1 + 2 * workers
     assert per_batch(got, 2) == [[2, 2]] * first + [[3, 1]] * (second - first) + [[1, 3]] * (24 - second)
@@ -79,3 +81,36 @@ def test_a_slot_leaves_while_shares_are_unequal(world: Worlds, slot: int, tmp_pa
 def test_the_last_rank_of_a_replica_leaves(world: Worlds, tmp_path: Path) -> None:
     job = Job((1, 1), drains=((0, 1, 2),), module=MOVES, shares=((0, 1, {0: 3, 1: 1}),))
     moves(world, job, tmp_path, (1, 0), released={1})
+
+
+@pytest.mark.chaos
+def test_slots_go_back_to_their_places_while_shares_are_unequal(
+    supervising: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    job = Job(
+        (2, 2),
+        ((0, 0, "backward"), (3, 1, "backward")),
+        module="tests.recovery.sharing_models:MovesAndSettles",
+        shares=((1, 1, {0: 3, 1: 1}), (2, 7, {0: 1, 1: 3})),
+        epochs=3,
+    )
+    got = returns(supervising, world, job, (3,), tmp_path, partial=True)
+    assert "slots are at their places" in got.output
+    assert per_batch(got, 2) == [[2, 2]] * 2 + [[3, 1]] * 6 + [[1, 3]] * 4
+
+
+@pytest.mark.chaos
+def test_who_comes_back_is_handed_its_batches_as_long_as_workers_stay(
+    supervising: Supervising, world: Worlds, tmp_path: Path
+) -> None:
+    """Its loader is not known to be in position in later epochs either; there the shares change once more."""
+    job = Job(
+        (2, 2),
+        ((1, 1, "backward"),),
+        module=MOVES,
+        settings={"loader": {"num_workers": 1, "persistent_workers": True}},
+        batches=8,
+        shares=((2, 0, {0: 3, 1: 1}), (0, 10, {0: 1, 1: 3})),
+    )
+    got = returns(supervising, world, job, (3,), tmp_path, partial=True)
+    assert per_batch(got, 2) == [[2, 2]] * 3 + [[3, 1]] * 10 + [[1, 3]] * 3
