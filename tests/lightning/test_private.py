@@ -419,9 +419,14 @@ def test_what_draws_the_batches_of_a_pass_is_found(workers: int, monkeypatch: py
     assert isinstance(loader.batch_sampler, BatchSampler)
     loader.batch_sampler.__class__ = Passes
     combined = trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
-    for number in (1, 2):
-        assert [batch[0][0].tolist() for batch in iter(combined)] == [[0], [1]]
-        assert private_fetching.drawing(trainer) is passes[-1] and len(passes) == number
+    before = None
+    for _ in range(2):
+        batches = iter(combined)
+        drawing = private_fetching.drawing(trainer)
+        assert drawing is passes[-1] and drawing is not before
+        assert [next(batches)[0][0].tolist(), next(batches)[0][0].tolist()] == [[0], [1]]
+        assert next(passes[-1], None) is None
+        before = drawing
     trainer.fit_loop._combined_loader = CombinedLoader([loader, loader], "max_size_cycle")
     iter(trainer.fit_loop._combined_loader)
     assert private_fetching.drawing(trainer) is None
