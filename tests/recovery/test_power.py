@@ -18,7 +18,7 @@ from lightning_ntp.engine.events import read_events
 from lightning_ntp.nvml.profiles import Profile
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
-from tests.power.looped import Simulation
+from tests.power.looped import Simulation, moments
 from tests.recovery.jobs import Job, train
 from tests.recovery.supervised import Supervised, SupervisingProcess
 
@@ -120,6 +120,20 @@ def test_a_shrunken_replica_is_given_power_which_is_put_back(
     assert ("boost", 1) in [(each["kind"], each["replica"]) for each in events(tmp_path)]
     logged = (tmp_path / "rows" / "metrics.csv").read_text().splitlines()[0]
     assert "ntp/power/replica1/watts" in logged and "ntp/power/joules_per_step" in logged
+
+
+def test_what_power_cannot_do_samples_do(supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml) -> None:
+    """The ceilings are the limits at start: of 24 samples 15 and 9 are the best split for paces of 1 to 1.65."""
+    machine(nvml, 4, 185)
+    job = replace(JOB, batches=60)
+    got = run(supervising, tmp_path, nvml, replace(LOSS, sample_s=0.005), job, {})
+    print(got.output)
+    assert got.code == 0 and nvml.history() == [], got.output
+    assert "power: 4 GPUs, a budget of 740 W; headroom 0 W: the ceilings are the limits at start" in got.output
+    assert "power: replica 1: headroom 0 W: the ceiling is 185 W, the limit at start" in got.output
+    shares = [moment.shares for moment in moments(tmp_path)]
+    assert shares[0] == {0: 12, 1: 12} and {8, 9, 10} & {each[1] for each in shares}, shares
+    assert all(sum(each.values()) == 24 for each in shares)
 
 
 def test_power_that_was_lent_is_back_before_its_owner_starts(
