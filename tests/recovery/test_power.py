@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -293,6 +297,41 @@ def test_without_power_nothing_is_written(
     assert got.code == 0 and nvml.history() == [], got.output
     logged = (tmp_path / "rows" / "metrics.csv").read_text().splitlines()[0]
     assert "ntp/power/replica1/watts" in logged
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("whom", ["the launching process", "the helper", "both"])
+def test_kill_nine_at_any_moment_of_a_boost(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, whom: str, seed: int
+) -> None:
+    """What lives puts everything back at once; if nobody does, `restore-power` does it."""
+    machine(nvml, 4, 185)
+    began = nvml.history()
+    supervising.start()
+    launching = supervising.pid
+    assert launching is not None
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while len(nvml.history()) == len(began) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        helper = nvml.history()[-1].pid
+        time.sleep(random.Random(seed).uniform(0.0, 1.0))
+        for pid in {"the launching process": [launching], "the helper": [helper]}.get(whom, [launching, helper]):
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    got = run(supervising, tmp_path, nvml, LOSS, replace(JOB, batches=80), ROOM)
+    killer.join()
+    assert (got.code == 0) == (whom == "the helper"), got.output
+    if whom == "both":
+        restore(nvml, tmp_path)
+    deadline = time.monotonic() + 10
+    while limits(nvml, 4) != [185.0] * 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    kept(nvml, tmp_path, [185.0] * 4)
 
 
 def restore(nvml: MockNvml, directory: Path) -> None:
