@@ -129,14 +129,16 @@ class Powered(Automatic):
     """A module that computes on simulated GPUs; ``simulation.json`` in the job's directory says how."""
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
-        from lightning_ntp.callbacks import PowerManager
+        from lightning_ntp.callbacks import HealthMonitor, PowerManager
 
         told = json.loads(Path(directory, "simulation.json").read_text())
         simulation = Simulation(
             **{**told, "dies": tuple(map(tuple, told["dies"])), "does": tuple(map(tuple, told["does"]))}
         )
         self._gpus = OnSimulatedGpus(Path(directory), simulation)
-        return [self._gpus, PowerManager(**simulation.power)]
+        # the monitor's part in a rank: it leaves when it is told to
+        health = HealthMonitor(nvml=False, gpus=simulation.power["gpus"])
+        return [self._gpus, health, PowerManager(**simulation.power)]
 
     @staticmethod
     def loader(count: int) -> DataLoader[Any]:

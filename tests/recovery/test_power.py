@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 
-from lightning_ntp.callbacks import PowerManager
+from lightning_ntp.callbacks import HealthMonitor, PowerManager
 from lightning_ntp.engine.events import read_events
+from lightning_ntp.launch.device_watch import DeviceWatch
+from lightning_ntp.launch.device_watches import DeviceWatches
 from lightning_ntp.nvml.profiles import Profile
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
@@ -51,6 +53,7 @@ def run(
     simulation = Simulation(**{**asdict(simulation), "power": settings})
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "simulation.json").write_text(json.dumps(asdict(simulation)))
+    health = [options.pop("health")] if "health" in options else []
     environment = {**nvml.variables(), **options.pop("environment", {})}
     environment["LIGHTNING_NTP_POWER_DIR"] = str(directory / "journal")
     return supervising.run(
@@ -59,7 +62,7 @@ def run(
         train,
         job,
         str(directory),
-        monitor=PowerManager(**settings),
+        monitor=WithHealth(*health, PowerManager(**settings)),
         environment=environment,
         **options,
     )
@@ -284,6 +287,32 @@ def test_a_spare_keeps_its_power_until_it_joins(
     assert got.code == 0 and "slot 4 joined" in got.output, got.output
     assert max(sums(nvml, [185.0] * 5, {1, 3})) <= 5 * 185 - 2 * 80, "all writes came after both losses"
     kept(nvml, tmp_path, [185.0] * 5)
+
+
+class WithHealth:
+    """What the launcher makes of two callbacks that have devices watched."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self._callbacks = callbacks
+
+    def device_watch(self) -> DeviceWatch:
+        return DeviceWatches([callback.device_watch() for callback in self._callbacks])
+
+
+def test_a_gpu_that_health_sends_away_lends_its_power(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    xid = (0, 6, "push_xid", {"gpu": 3, "xid": 64})
+    idle = (0, 20, "set", {"gpu": 3, "load": 0.0})
+    simulation = replace(LOSS, dies=(), does=(xid, idle))
+    health = HealthMonitor(gpus=GPUS[:4], interval=0.1)
+    got = run(supervising, tmp_path, nvml, simulation, replace(JOB, batches=60), {"ceiling": "maximum"}, health=health)
+    print(got.output)
+    assert got.code == 0 and "slot 3 left (XID 64" in got.output, got.output
+    assert last_limit(nvml, 2) > 230, "what the drained GPU does not draw was lent"
+    assert max(sums(nvml, [185.0] * 4, {3})) <= 4 * 185 - 80
+    kept(nvml, tmp_path, [185.0] * 4)
 
 
 @pytest.mark.chaos

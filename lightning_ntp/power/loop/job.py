@@ -104,7 +104,8 @@ class PowerJob:
             return
         if self._levers is not None and self._levers.writer is not None and self._levers.writer.lost:
             why = self._levers.writer.why_lost
-            self._report.event("lost", f"the helper that writes limits is gone: {why}; all limits are back")
+            again = f"in {_AGAIN_SECONDS:g} s another one puts back what this one has not"
+            self._report.event("lost", f"the helper that writes limits is gone: {why}; {again}")
             self._forget(now + _AGAIN_SECONDS)
         if self._levers is not None and not self._levers.of_slot.keys() >= {s for of in replicas.values() for s in of}:
             self._forget(0.0)  # somebody works who was not there when it began
@@ -159,7 +160,8 @@ class PowerJob:
         turned: frozenset[Lever] = frozenset(settings.levers)
         if settings.locked_clocks is None and turned != {"clocks"}:
             turned = frozenset({"power_limit"})
-        heat = HeatLimits(guard_c=settings.margin)
+        hot_c = HeatLimits.hot_c if settings.max_temperature is None else settings.max_temperature
+        heat = HeatLimits(guard_c=settings.margin, hot_c=hot_c)
         self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
         self._paces.begin_anew()
         self._begin_profiles(levers)
