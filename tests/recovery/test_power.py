@@ -187,6 +187,7 @@ def test_without_permission_it_says_what_it_would_do(
     assert f"{GPUS[2]} would have got 250 W" in got.output and "samples move instead" in got.output
 
 
+@pytest.mark.chaos
 def test_without_permission_the_job_ends_if_it_shall(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
@@ -244,6 +245,7 @@ def test_every_error_of_every_call(
     kept(nvml, tmp_path, [185.0] * 4)
 
 
+@pytest.mark.chaos
 def test_clocks_that_were_locked_are_raised_and_locked_as_before(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
@@ -299,6 +301,7 @@ class WithHealth:
         return DeviceWatches([callback.device_watch() for callback in self._callbacks])
 
 
+@pytest.mark.chaos
 def test_a_gpu_that_health_sends_away_lends_its_power(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
