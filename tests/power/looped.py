@@ -19,12 +19,14 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_ntp.launch import RankIdentity, is_rank
+from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from tests.lightning.rigs import slot
 from tests.nvml.mock import MockNvml, Rule
 from tests.recovery.jobs import Samples
 from tests.recovery.models import Automatic
 
+_BEGUN_BY = 4
+"""The step before which all wait until the loop has looked once."""
 SAMPLES = 12
 """Of a replica's batch at launch."""
 
@@ -84,6 +86,8 @@ class OnSimulatedGpus(Callback):
         self.mock.set(slot(), load=self._simulation.load)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        if trainer.global_step == _BEGUN_BY:
+            self._wait_for_loop()
         for _, step, what, arguments in self._does:
             if step == trainer.global_step and what == "raise":
                 raise RuntimeError("a mistake in the program")
@@ -99,6 +103,14 @@ class OnSimulatedGpus(Callback):
             self.mock.set(slot(), load=0.0)
             os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+    @staticmethod
+    def _wait_for_loop() -> None:
+        """On a busy machine the loop may begin long after the training."""
+        directory, deadline = RankIdentity.from_environ().job_dir, time.monotonic() + 30
+        assert directory is not None
+        while not jobs.power_state(directory).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy

@@ -29,7 +29,8 @@ from tests.recovery.jobs import Job, train
 from tests.recovery.supervised import Supervised, SupervisingProcess
 
 INTERVAL = 0.25
-BACKOFF = {"restart_backoff": timedelta(seconds=0.5)}
+BACKOFF = {"restart_backoff": timedelta(seconds=2)}
+"""Time for the draw of the lost GPU to be known, and lent."""
 
 
 def chaos(*values: Any) -> list[Any]:
