@@ -22,9 +22,11 @@ from lightning_ntp.engine.events import read_events
 from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.launch.device_watches import DeviceWatches
 from lightning_ntp.nvml.profiles import Profile
+from lightning_ntp.power.files import DIRECTORY_VARIABLE
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
 from tests.power.looped import Simulation, moments
+from tests.power.standing import Standing, wait_until
 from tests.recovery.jobs import Job, train
 from tests.recovery.supervised import Supervised, SupervisingProcess
 
@@ -316,6 +318,24 @@ def test_a_gpu_that_health_sends_away_lends_its_power(
     assert got.code == 0 and "slot 3 left (XID 64" in got.output, got.output
     assert last_limit(nvml, 2) > 230, "what the drained GPU does not draw was lent"
     assert max(sums(nvml, [185.0] * 4, {3})) <= 4 * 185 - 80
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+def test_a_helper_that_runs_alone_serves_a_job_without_rights(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(nvml, 4, 185)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "journal"))
+    helper = Standing(tmp_path, "--ceiling", "maximum")
+    try:
+        settings = {**ROOM, "socket": str(helper.path)}
+        got = run(supervising, tmp_path, nvml, LOSS, JOB, settings, environment=nvml.variables(root=False))
+        print(got.output, helper.said)
+        assert got.code == 0 and 250 <= last_limit(nvml, 2) <= 650, got.output
+        wait_until(lambda: limits(nvml, 4) == [185.0] * 4)
+    finally:
+        helper.end()
     kept(nvml, tmp_path, [185.0] * 4)
 
 
