@@ -79,16 +79,27 @@ class Moment:
     replicas: list[list[int]]
     state: Mapping[str, Any]
 
-    def compute(self, per_sample: bool = False) -> dict[int, float]:
-        """Replica -> its compute time by the model of the GPUs; a sample at full degree and highest clock takes 1."""
-        planned, samples = self.work.get("planned", {}), self.work.get("samples", {})
+    def compute(self, samples: Mapping[int, float] | None = None) -> dict[int, float]:
+        """Replica -> its compute time by the model of the GPUs: 1 with equal samples, full degree and highest clocks.
+
+        Args:
+            samples: Replica -> how many it has; if not given, as it is.
+        """
+        planned = {int(replica): time for replica, time in self.work.get("planned", {}).items()}
+        present = {int(replica): count for replica, count in self.work.get("samples", {}).items()}
+        equal = sum(present.values()) / max(1, len(present))
         return {
-            number: (1 if per_sample else samples[str(number)])
-            * planned[str(number)]
-            / min(self.speeds[slot] for slot in slots)
+            number: (samples or present)[number] / equal * planned[number] / min(self.speeds[slot] for slot in slots)
             for number, slots in enumerate(self.replicas)
-            if slots and str(number) in planned and str(number) in samples
+            if slots and number in planned and number in present
         }
+
+    @property
+    def best_compute(self) -> float:
+        """The shortest step of any split of the samples between the replicas, as :meth:`compute` has it."""
+        total = sum(self.work["samples"].values())
+        splits = ({0: count, 1: total - count} for count in range(1, total))
+        return min(max(self.compute(samples).values()) for samples in splits)
 
 
 @dataclass
@@ -102,6 +113,7 @@ class Recording:
         limits_at_end: When everything had ended.
         events: Of kind ``power``, as ``events.jsonl`` has them.
         output: What the job has printed.
+        full_step_s: Seconds that a step takes at full degree and highest clock.
     """
 
     moments: list[Moment] = field(default_factory=list)
@@ -110,6 +122,7 @@ class Recording:
     limits_at_end: list[float] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     output: str = ""
+    full_step_s: float = 0.0
 
     @property
     def lost_at(self) -> float | None:
@@ -175,9 +188,7 @@ class Recorder:
             self._sample(draws)
 
     def _add_up(self, working: frozenset[int], draws: list[float]) -> None:
-        self.recording.sums_w.append(
-            sum(self._limits[gpu] if gpu in working else draws[gpu] for gpu in range(GPUS))
-        )
+        self.recording.sums_w.append(sum(self._limits[gpu] if gpu in working else draws[gpu] for gpu in range(GPUS)))
 
     def _find_live(self) -> frozenset[int]:
         for job in jobs.running_jobs():
@@ -252,6 +263,7 @@ def record(
                     process.wait()
         recorder.look()
         recording = recorder.recording
+        recording.full_step_s = seconds
         recording.limits_at_end = [mock.get("power_limit", gpu) / 1000 for gpu in range(GPUS)]
         recording.output = (directory / "output.txt").read_text(errors="replace")
         mock.close()

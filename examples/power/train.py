@@ -53,8 +53,8 @@ def watts(text: str) -> float | str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--accelerator", default="auto")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--lose-at", type=int, default=40, metavar="STEP", help="when slot 7 is killed; -1: never")
+    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--lose-at", type=int, default=35, metavar="STEP", help="when slot 7 is killed; -1: never")
     parser.add_argument("--restart-after", type=float, default=25.0, metavar="SECONDS")
     parser.add_argument("--no-restart", action="store_true", help="slot 7 does not come back")
     parser.add_argument("--straggler", default="power+rebalance")

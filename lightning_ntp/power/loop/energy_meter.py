@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ STEP = 0.05
 """Boosts whose power differs by less than this, as a fraction of the power without one, are one point."""
 LEAST_S = 3.0
 """Seconds that a point needs before it counts."""
+WINDOW = 20
+"""Numbers per step are of the last so many steps, or intervals in which one ended: of what is shorter."""
 
 
 @dataclass
@@ -38,11 +41,15 @@ class Spent:
 
 @dataclass
 class EnergyMeter:
-    """Adds up intervals. Numbers per step are of all steps since the last one that was told."""
+    """Adds up intervals. A number of a single interval would be of two steps or of three, when there were two and a
+    half: those per step are of many.
+    """
 
     _points: dict[int, dict[int, _Sum]] = field(default_factory=dict)
+    _recent: deque[tuple[float, float]] = field(default_factory=deque)
+    """(joules, steps) of intervals in which a step has ended, with what lay before them since the last one."""
     _joules: float = 0.0
-    _steps: float = 0.0
+    """Since then."""
 
     def take(self, seconds: float, watts: Mapping[int, float | None], steps: float, tokens_per_step: int) -> Spent:
         """Take an interval in.
@@ -55,14 +62,19 @@ class EnergyMeter:
         """
         known = {replica: power for replica, power in watts.items() if power is not None}
         if len(known) < len(watts):  # a part of the energy is no energy of a step
-            self._joules = self._steps = 0.0
+            self._joules = 0.0
+            self._recent.clear()
             return Spent(known, None, None)
         self._joules += seconds * sum(known.values())
-        self._steps += steps
-        if self._steps < 1:
+        if steps > 0:
+            self._recent.append((self._joules, steps))
+            self._joules = 0.0
+        total = sum(count for _, count in self._recent)
+        while len(self._recent) > 1 and (len(self._recent) > WINDOW or total - self._recent[0][1] >= WINDOW):
+            total -= self._recent.popleft()[1]
+        if not steps > 0 or total < 1:
             return Spent(known, None, None)
-        per_step = self._joules / self._steps
-        self._joules = self._steps = 0.0
+        per_step = sum(joules for joules, _ in self._recent) / total
         return Spent(known, per_step, per_step / tokens_per_step if tokens_per_step else None)
 
     def boosted(self, replica: int, seconds: float, watts: float, sample_s: float, base_watts: float) -> None:

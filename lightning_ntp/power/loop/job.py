@@ -153,6 +153,7 @@ class PowerJob:
             turned = frozenset({"power_limit"})
         heat = HeatLimits(guard_c=settings.margin)
         self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
+        self._last = now  # what was before is no interval
         self._paces.begin_anew()
         self._begin_profiles(levers)
         self._say_what_there_is(levers)

@@ -144,9 +144,10 @@ class PowerWatch:
             return {*self._live, *self._due}
 
     def _run(self) -> None:
-        job, told = self._job, ""
-        assert job is not None
+        job, listener, told = self._job, self._listener, ""
+        assert job is not None and listener is not None
         while not self._over.is_set():
+            listener.take()  # readings are what is wanted here; findings that nobody takes would pile up
             try:
                 job.look(lambda: not self._over.is_set())
                 told = ""
