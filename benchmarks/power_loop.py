@@ -5,8 +5,8 @@
 Jobs of eight ranks, 2x4, on eight simulated GPUs (``examples/power``): ranks compute as slowly as the GPUs' model of
 power, clocks and heat says, and the loop writes the limits of that model, so it closes for real. Slot 7 is killed, and
 comes back. Aims: where there is headroom, compute times within 2 % inside 20 intervals; where there is none, a step at
-most 2 % longer than with the best split of the batch; no limit above its ceiling, no GPU hotter than allowed, the sum of
-the limits within the budget after every single write; everything back at the end.
+most 2 % longer than with the best split of the batch; no limit above its ceiling, no GPU hotter than allowed, the sum
+of the limits within the budget after every single write; everything back at the end.
 
 "by clocks" is what the model says of the GPUs, "measured" what the loop has measured of the ranks, which are disturbed
 by whatever else this machine does. No number here was measured on a GPU.
@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples/power")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples/power"))
 
-from recording import GPUS, Machine, Moment, Recorder, Recording, record
+from recording import GPUS, Machine, Moment, Recording, record
 from simulate import CASES, plot
 
 from lightning_ntp.power.control import OperatingPoint, boost_prices

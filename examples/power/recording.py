@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,15 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-from simulated import uuids
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lightning_ntp.launch import jobs
 from lightning_ntp.power.files import DIRECTORY_VARIABLE
 from tests.nvml.mock import MockNvml, build_library
 
+HERE = Path(__file__).resolve().parent
 GPUS = 8
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.05, 0.1
 _SET_LIMIT = "nvmlDeviceSetPowerManagementLimit"

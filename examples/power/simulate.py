@@ -14,8 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from _svg import Panel, draw
 from recording import Machine, Moment, Recording, record
@@ -26,7 +25,7 @@ CASES = {
     "lent": ["--ceiling", "maximum"],
     "found": [],
 }
-"""Arguments of the script: more than enough; only what the lost GPU does not draw; nothing above the limits at start."""
+"""Arguments of the script: power enough; what the lost GPU does not draw; nothing above the limits at start."""
 
 
 def show(recording: Recording) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class DeviceWatch(Protocol):
-    """Watches devices, and says which ranks shall end or may start. All of it returns at once, but for :meth:`unfit`."""
+    """Watches devices, and says which ranks shall end or may start. All of it returns at once but :meth:`unfit`."""
 
     def check(self, slots: int) -> None:
         """Before anything starts.

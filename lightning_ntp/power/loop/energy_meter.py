@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_ntp.power.control import BoostPrice, OperatingPoint, boost_prices
@@ -21,7 +21,7 @@ class _Sum:
     seconds: float = 0.0
     joules: float = 0.0
     work: float = 0.0
-    """Samples that the replica would have computed without waiting."""
+    """Samples that the replica would have computed without waiting, at full degree."""
 
 
 @dataclass(frozen=True)
@@ -77,31 +77,30 @@ class EnergyMeter:
         per_step = sum(joules for joules, _ in self._recent) / total
         return Spent(known, per_step, per_step / tokens_per_step if tokens_per_step else None)
 
-    def boosted(self, replica: int, seconds: float, watts: float, sample_s: float, base_watts: float) -> None:
+    def boosted(self, replica: int, seconds: float, watts: float, sample_s: float, base_watts: float) -> int:
         """An interval of a replica at a certain power.
 
         Args:
             replica: Which.
             seconds: How long it was.
-            watts: Power of its GPUs together.
-            sample_s: Seconds that it computes per sample.
-            base_watts: Its power without a boost, with as many GPUs.
+            watts: Mean power of its GPUs.
+            sample_s: Seconds that it computes per sample, over those that are planned at its degree.
+            base_watts: The mean power of the same GPUs without a boost.
+
+        Returns:
+            The number of its point: 0 without a boost.
         """
-        point = self._points.setdefault(replica, {}).setdefault(round((watts / base_watts - 1) / STEP), _Sum())
+        number = round((watts / base_watts - 1) / STEP)
+        point = self._points.setdefault(replica, {}).setdefault(number, _Sum())
         point.seconds += seconds
         point.joules += seconds * watts
         point.work += seconds / sample_s
+        return number
 
-    def prices(self, replica: int) -> tuple[BoostPrice, ...]:
-        """What boosts of a replica have cost so far; nothing if it was measured at one power only."""
-        found = [
-            OperatingPoint(each.joules / each.seconds, each.work / each.seconds)
-            for each in self._points.get(replica, {}).values()
-            if each.seconds >= LEAST_S
-        ]
-        return boost_prices(found) if len(found) > 1 else ()
-
-    def forget(self, replicas: Iterable[int]) -> None:
-        """These replicas are made of other GPUs now."""
-        for replica in replicas:
-            self._points.pop(replica, None)
+    def price(self, replica: int, number: int) -> BoostPrice | None:
+        """What a point costs against that without a boost; None as long as one of the two is not known well."""
+        points = self._points.get(replica, {})
+        known = [points[each] for each in (0, number) if each in points and points[each].seconds >= LEAST_S]
+        if len(known) < 2 or number <= 0:
+            return None
+        return boost_prices([OperatingPoint(each.joules / each.seconds, each.work / each.seconds) for each in known])[1]

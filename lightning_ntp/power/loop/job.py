@@ -103,7 +103,7 @@ class PowerJob:
         if self._controller is None and not self._set_up(now):
             return
         assert self._controller is not None and self._levers is not None
-        self._telling.forget(self._measurer.changed(replicas))
+        self._measurer.changed(replicas)
         idle = self._alive() & self._levers.of_slot.keys() - {s for slots in replicas.values() for s in slots}
         measurement = self._measurer.measure(self._levers, replicas, idle, work, now)
         decision = self._controller.step(measurement)

@@ -99,8 +99,8 @@ class PowerWatch:
         return False
 
     def unfit(self, slot: int) -> str:
-        """What its GPU has lent must be back before it works again. That is waited for: whoever asks does so in a thread
-        of its own, and would ask again only after the backoff of restarts."""
+        """What its GPU has lent must be back before it works again. That is waited for: whoever asks does so in a
+        thread of its own, and would ask again only after the backoff of restarts."""
         if self._job is None or not self._job.lends(slot):
             return ""
         ends = time.monotonic() + _LONGEST_HOLD
