@@ -67,11 +67,18 @@ def ratio(moment: Moment, measured: bool) -> float | None:
 
 
 def intervals(looks: Sequence[Moment], measured: bool) -> int | None:
-    """How many intervals after the loss the ratio is within 2 % for good; None if it is not at the end."""
-    known = [(number, ratio(moment, measured)) for number, moment in enumerate(looks)]
-    wrong = [number for number, each in known if each is not None and abs(each - 1) > CLOSE]
+    """How many intervals after the loss the ratio is within 2 % for good; None if it is not at the end.
+
+    Of measurements it is the median of three in a row: one is of two or three steps, on a machine that does other things.
+    """
+    known = [(number, each) for number, moment in enumerate(looks) if (each := ratio(moment, measured)) is not None]
+    if measured:
+        known = [
+            (known[at][0], statistics.median(r for _, r in known[at - 1 : at + 2])) for at in range(1, len(known) - 1)
+        ]
+    wrong = [number for number, each in known if abs(each - 1) > CLOSE]
     reached = wrong[-1] + 1 if wrong else 0
-    return reached if any(number >= reached and each is not None for number, each in known) else None
+    return reached if any(number >= reached for number, _ in known) else None
 
 
 def last(looks: Sequence[Moment], measured: bool) -> float:

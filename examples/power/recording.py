@@ -21,6 +21,8 @@ from tests.nvml.mock import MockNvml, build_library
 HERE = Path(__file__).resolve().parent
 GPUS = 8
 _POLL_SECONDS, _SAMPLE_SECONDS = 0.05, 0.1
+_HELD_BACK_SECONDS = 1.5
+"""Before a rank starts again the others give back what its GPU has lent: such moments show neither state."""
 _SET_LIMIT = "nvmlDeviceSetPowerManagementLimit"
 
 
@@ -128,15 +130,17 @@ class Recording:
 
     @property
     def shrunken(self) -> list[Moment]:
-        """While both replicas trained, one of them with fewer GPUs."""
-        return [m for m in self.moments if sorted(map(len, m.replicas)) == [GPUS // 2 - 1, GPUS // 2]]
+        """While both replicas trained, one of them with fewer GPUs, and nobody was about to return."""
+        found = [m for m in self.moments if sorted(map(len, m.replicas)) == [GPUS // 2 - 1, GPUS // 2]]
+        starts = next((m.at for m in found if len(m.live) == GPUS and m.at > found[0].at + 1), None)
+        return [m for m in found if starts is None or m.at < starts - _HELD_BACK_SECONDS]
 
     @property
     def back_at(self) -> float | None:
         """Seconds until it trained with all again; None if it did not."""
-        shrunken = self.shrunken
-        full = [m.at for m in self.moments if sum(map(len, m.replicas)) == GPUS]
-        return min((at for at in full if shrunken and at > shrunken[-1].at), default=None)
+        lost = self.lost_at
+        full = [m.at for m in self.moments if sum(map(len, m.replicas)) == GPUS == len(m.live)]
+        return None if lost is None else next((at for at in full if at > lost), None)
 
     def looks(self, moments: Sequence[Moment]) -> list[Moment]:
         """One moment for each interval of the loop: the first in which its state is known."""

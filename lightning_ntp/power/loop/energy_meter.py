@@ -10,14 +10,15 @@ from lightning_ntp.power.control import BoostPrice, OperatingPoint, boost_prices
 
 STEP = 0.05
 """Boosts whose power differs by less than this, as a fraction of the power without one, are one point."""
-LEAST_S = 3.0
-"""Seconds that a point needs before it counts."""
+LEAST = 6
+"""Intervals that a point needs before it counts: a single one is of a few steps."""
 WINDOW = 20
 """Numbers per step are of the last so many steps, or intervals in which one ended: of what is shorter."""
 
 
 @dataclass
 class _Sum:
+    intervals: int = 0
     seconds: float = 0.0
     joules: float = 0.0
     work: float = 0.0
@@ -92,6 +93,7 @@ class EnergyMeter:
         """
         number = round((watts / base_watts - 1) / STEP)
         point = self._points.setdefault(replica, {}).setdefault(number, _Sum())
+        point.intervals += 1
         point.seconds += seconds
         point.joules += seconds * watts
         point.work += seconds / sample_s
@@ -100,7 +102,7 @@ class EnergyMeter:
     def price(self, replica: int, number: int) -> BoostPrice | None:
         """What a point costs against that without a boost; None as long as one of the two is not known well."""
         points = self._points.get(replica, {})
-        known = [points[each] for each in (0, number) if each in points and points[each].seconds >= LEAST_S]
+        known = [points[each] for each in (0, number) if each in points and points[each].intervals >= LEAST]
         if len(known) < 2 or number <= 0:
             return None
         return boost_prices([OperatingPoint(each.joules / each.seconds, each.work / each.seconds) for each in known])[1]
