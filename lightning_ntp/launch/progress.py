@@ -61,7 +61,7 @@ _DONE = 8
 _COMPUTED, _MICRO_BATCHES = 16, 17
 _TABLE = 18
 """Pairs: (the group's number, collectives entered on it)."""
-_WORDS = 64
+_WORDS = 66
 _BLIND, _DUMPS, _LEFT = 1, 2, 4
 _SLICE_SECONDS = 0.05
 _INSIDE_OF_STEPS = (Tag.EVALUATION_START, Tag.EVALUATION, Tag.EVALUATION_END, Tag.CHECKPOINT)
@@ -75,7 +75,7 @@ class Progress:
     """The rank's side: says what this process does. Cheap enough for every collective (0.1-1 us a call).
 
     Args:
-        words: Where to write: 64 unsigned numbers of 64 bits.
+        words: Where to write: 66 unsigned numbers of 64 bits.
         beside: The threads beside; those of a former one of this process.
     """
 

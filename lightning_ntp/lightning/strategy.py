@@ -59,6 +59,7 @@ from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.redundancy import Redundancy
 from lightning_ntp.lightning.relayout import Relayout
+from lightning_ntp.lightning.sample_shares import SampleShares
 from lightning_ntp.lightning.settings import (
     DEFAULT_HEARTBEAT,
     DEFAULT_TIMEOUT,
@@ -520,7 +521,9 @@ class NTPStrategy(ParallelStrategy):
             Draining(self._runtime, survival.engine, self._leave),
             Relayout(self._runtime, survival.engine, demand),
             arrivals,
+            SampleShares(self._runtime, trainer, self._batches, self.record_event),
         )
+        survival.shares = changes.shares
         changes.install(transaction, self._stop)
         self._stop.drain = self._drain_self
         if self._runtime.joining:
@@ -557,17 +560,40 @@ class NTPStrategy(ParallelStrategy):
             raise RuntimeError("relayout(): slots can go back to their places only while a fit is running")
         self._changes.relayout.request()
 
-    # TEMPORARY until shares are merged
-    @property
-    def sample_shares(self) -> dict[int, int]:
-        return {r: 12 for r in self.topology.live_replicas}
+    def share_samples(self, counts: Mapping[int, int] | None) -> None:
+        """Let replicas take other numbers of samples of every global batch, from one of the next training steps on.
+
+        The global batch and its gradient stay the same, and every sample is trained on once per epoch. The newest
+        request counts; the shares hold until the next one, or until a replica comes back that they leave out. On any
+        rank, from any callback of a fit, ``on_train_start`` or later.
+
+        Args:
+            counts: Live replica -> its samples of a whole batch of the dataloaders, at least one each; together as many
+                as a global batch has, ``batch_size`` times the replicas of the launch. None: equally many, as in the
+                launch.
+
+        Raises:
+            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`can_share_samples`.
+            RuntimeError: Outside of a fit.
+        """
+        if self._changes is None:
+            raise RuntimeError("share_samples(): samples can move between replicas only while a fit is running")
+        self._changes.shares.request(counts)
 
     @property
     def can_share_samples(self) -> str:
-        return "not yet"
+        """Why :meth:`share_samples` would be refused whatever the counts; empty if it would not.
 
-    def share_samples(self, counts: Mapping[int, int] | None) -> None:
-        raise ValueError
+        It takes a single DataLoader over a map-style dataset, with the sampler that the Trainer has put in.
+        """
+        if self._changes is None:
+            return "samples can move between replicas only while a fit is running"
+        return self._changes.shares.why_not
+
+    @property
+    def sample_shares(self) -> dict[int, int]:
+        """Live replica -> its samples of a whole batch now; empty outside of a fit, or if they cannot be told."""
+        return self._changes.shares.counts if self._changes is not None else {}
 
     def _drain_self(self, reason: str) -> bool:
         return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)
@@ -687,6 +713,8 @@ class NTPStrategy(ParallelStrategy):
         kwargs = self.distributed_sampler_kwargs
         check_sampler(dataloader, kwargs["num_replicas"], kwargs["rank"])
         seed_workers_by_replica(dataloader, kwargs["rank"])
+        if self._changes is not None and private.sets_up_training(self.lightning_module):
+            self._changes.shares.watch(dataloader)
         return dataloader
 
     @override
@@ -1157,6 +1185,8 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
+        if self._changes is not None:
+            self._changes.shares.end()
         self._stop.riders, self._changes = [], None
         if self._survival is not None:
             if self._is_done():

@@ -19,12 +19,14 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_ntp.launch import RankIdentity, is_rank
+from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from tests.lightning.rigs import slot
 from tests.nvml.mock import MockNvml, Rule
 from tests.recovery.jobs import Samples
 from tests.recovery.models import Automatic
 
+_BEGUN_BY = 4
+"""The step before which all wait until the loop has looked once."""
 SAMPLES = 12
 """Of a replica's batch at launch."""
 
@@ -84,6 +86,8 @@ class OnSimulatedGpus(Callback):
         self.mock.set(slot(), load=self._simulation.load)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
+        if trainer.global_step == _BEGUN_BY:
+            self._wait_for_loop()
         for _, step, what, arguments in self._does:
             if step == trainer.global_step and what == "raise":
                 raise RuntimeError("a mistake in the program")
@@ -99,6 +103,14 @@ class OnSimulatedGpus(Callback):
             self.mock.set(slot(), load=0.0)
             os.kill(os.getpid(), signal.SIGKILL)
         return None
+
+    @staticmethod
+    def _wait_for_loop() -> None:
+        """On a busy machine the loop may begin long after the training."""
+        directory, deadline = RankIdentity.from_environ().job_dir, time.monotonic() + 30
+        assert directory is not None
+        while not jobs.power_state(directory).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
@@ -129,14 +141,16 @@ class Powered(Automatic):
     """A module that computes on simulated GPUs; ``simulation.json`` in the job's directory says how."""
 
     def extra_callbacks(self, directory: str) -> list[Callback]:
-        from lightning_ntp.callbacks import PowerManager
+        from lightning_ntp.callbacks import HealthMonitor, PowerManager
 
         told = json.loads(Path(directory, "simulation.json").read_text())
         simulation = Simulation(
             **{**told, "dies": tuple(map(tuple, told["dies"])), "does": tuple(map(tuple, told["does"]))}
         )
         self._gpus = OnSimulatedGpus(Path(directory), simulation)
-        return [self._gpus, PowerManager(**simulation.power)]
+        # the monitor's part in a rank: it leaves when it is told to
+        health = HealthMonitor(nvml=False, gpus=simulation.power["gpus"])
+        return [self._gpus, health, PowerManager(**simulation.power)]
 
     @staticmethod
     def loader(count: int) -> DataLoader[Any]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,16 +17,22 @@ from typing import Any
 
 import pytest
 
-from lightning_ntp.callbacks import PowerManager
+from lightning_ntp.callbacks import HealthMonitor, PowerManager
 from lightning_ntp.engine.events import read_events
+from lightning_ntp.launch.device_watch import DeviceWatch
+from lightning_ntp.launch.device_watches import DeviceWatches
+from lightning_ntp.nvml.profiles import Profile
+from lightning_ntp.power.files import DIRECTORY_VARIABLE
 from tests.health.watched import GPUS
 from tests.nvml.mock import MockNvml
-from tests.power.looped import Simulation
+from tests.power.looped import Simulation, moments
+from tests.power.standing import Standing, wait_until
 from tests.recovery.jobs import Job, train
 from tests.recovery.supervised import Supervised, SupervisingProcess
 
 INTERVAL = 0.25
-BACKOFF = {"restart_backoff": timedelta(seconds=0.5)}
+BACKOFF = {"restart_backoff": timedelta(seconds=2)}
+"""Time for the draw of the lost GPU to be known, and lent."""
 
 
 def chaos(*values: Any) -> list[Any]:
@@ -46,6 +56,7 @@ def run(
     simulation = Simulation(**{**asdict(simulation), "power": settings})
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "simulation.json").write_text(json.dumps(asdict(simulation)))
+    health = [options.pop("health")] if "health" in options else []
     environment = {**nvml.variables(), **options.pop("environment", {})}
     environment["LIGHTNING_NTP_POWER_DIR"] = str(directory / "journal")
     return supervising.run(
@@ -54,7 +65,7 @@ def run(
         train,
         job,
         str(directory),
-        monitor=PowerManager(**settings),
+        monitor=WithHealth(*health, PowerManager(**settings)),
         environment=environment,
         **options,
     )
@@ -121,6 +132,20 @@ def test_a_shrunken_replica_is_given_power_which_is_put_back(
     assert "ntp/power/replica1/watts" in logged and "ntp/power/joules_per_step" in logged
 
 
+def test_what_power_cannot_do_samples_do(supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml) -> None:
+    """The ceilings are the limits at start: of 24 samples 15 and 9 are the best split for paces of 1 to 1.65."""
+    machine(nvml, 4, 185)
+    job = replace(JOB, batches=60)
+    got = run(supervising, tmp_path, nvml, replace(LOSS, sample_s=0.005), job, {})
+    print(got.output)
+    assert got.code == 0 and nvml.history() == [], got.output
+    assert "power: 4 GPUs, a budget of 740 W; headroom 0 W: the ceilings are the limits at start" in got.output
+    assert "power: replica 1: headroom 0 W: the ceiling is 185 W, the limit at start" in got.output
+    shares = [moment.shares for moment in moments(tmp_path)]
+    assert shares[0] == {0: 12, 1: 12} and {8, 9, 10} & {each[1] for each in shares}, shares
+    assert all(sum(each.values()) == 24 for each in shares)
+
+
 def test_power_that_was_lent_is_back_before_its_owner_starts(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
@@ -165,6 +190,7 @@ def test_without_permission_it_says_what_it_would_do(
     assert f"{GPUS[2]} would have got 250 W" in got.output and "samples move instead" in got.output
 
 
+@pytest.mark.chaos
 def test_without_permission_the_job_ends_if_it_shall(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
@@ -219,6 +245,145 @@ def test_every_error_of_every_call(
     got = run(supervising, tmp_path, nvml, simulation, replace(JOB, batches=45), ROOM)
     print(got.output)
     assert got.code == 0, got.output
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+def test_clocks_that_were_locked_are_raised_and_locked_as_before(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 700, locked_clock_min=210, locked_clock_max=1200)
+    settings = {"levers": ["clocks"], "locked_clocks": [210, 1200]}
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, settings)
+    print(got.output)
+    assert got.code == 0, got.output
+    locked = [each.arguments[1] for each in nvml.history() if each.call == "nvmlDeviceSetGpuLockedClocks"]
+    assert max(locked) > 1300 and locked[-1] == 1200, locked
+    assert not [each for each in nvml.history() if each.call == "nvmlDeviceResetGpuLockedClocks"]
+    assert [nvml.get("locked_clock_max", gpu) for gpu in range(4)] == [1200] * 4
+    kept(nvml, tmp_path, [700.0] * 4)
+
+
+@pytest.mark.chaos
+def test_profiles_are_requested_while_training_only(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185, profiles_supported=[1 << 7, *[0] * 7])
+    assert Profile["LLM_TRAINING"] == 7
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, {**ROOM, "profiles": ["LLM_TRAINING"]})
+    print(got.output)
+    assert got.code == 0, got.output
+    assert [each for each in nvml.history() if "Profile" in each.call]
+    assert [nvml.get("profiles_requested", gpu)[0] for gpu in range(4)] == [0] * 4
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+def test_a_spare_keeps_its_power_until_it_joins(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    """Even where a whole node lends: it may be needed in the very step of a loss."""
+    machine(nvml, 5, 185)
+    job = replace(JOB, batches=40, strategy={"spares": 1})
+    settings = {"ceiling": "maximum", "lend": "node", "gpus": GPUS[:5]}
+    simulation = replace(LOSS, dies=((3, 8), (1, 20)))
+    got = run(supervising, tmp_path, nvml, simulation, job, settings, spares=1)
+    print(got.output)
+    assert got.code == 0 and "slot 4 joined" in got.output, got.output
+    assert max(sums(nvml, [185.0] * 5, {1, 3})) <= 5 * 185 - 2 * 80, "all writes came after both losses"
+    kept(nvml, tmp_path, [185.0] * 5)
+
+
+class WithHealth:
+    """What the launcher makes of two callbacks that have devices watched."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        self._callbacks = callbacks
+
+    def device_watch(self) -> DeviceWatch:
+        return DeviceWatches([callback.device_watch() for callback in self._callbacks])
+
+
+@pytest.mark.chaos
+def test_a_gpu_that_health_sends_away_lends_its_power(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
+) -> None:
+    machine(nvml, 4, 185)
+    xid = (0, 6, "push_xid", {"gpu": 3, "xid": 64})
+    idle = (0, 20, "set", {"gpu": 3, "load": 0.0})
+    simulation = replace(LOSS, dies=(), does=(xid, idle))
+    health = HealthMonitor(gpus=GPUS[:4], interval=0.1)
+    got = run(supervising, tmp_path, nvml, simulation, replace(JOB, batches=60), {"ceiling": "maximum"}, health=health)
+    print(got.output)
+    assert got.code == 0 and "slot 3 left (XID 64" in got.output, got.output
+    assert last_limit(nvml, 2) > 230, "what the drained GPU does not draw was lent"
+    assert max(sums(nvml, [185.0] * 4, {3})) <= 4 * 185 - 80
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+def test_a_helper_that_runs_alone_serves_a_job_without_rights(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(nvml, 4, 185)
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "journal"))
+    helper = Standing(tmp_path, "--ceiling", "maximum")
+    try:
+        settings = {**ROOM, "socket": str(helper.path)}
+        got = run(supervising, tmp_path, nvml, LOSS, JOB, settings, environment=nvml.variables(root=False))
+        print(got.output, helper.said)
+        assert got.code == 0 and 250 <= last_limit(nvml, 2) <= 650, got.output
+        wait_until(lambda: limits(nvml, 4) == [185.0] * 4)
+    finally:
+        helper.end()
+    kept(nvml, tmp_path, [185.0] * 4)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("straggler", ["none", "rebalance"])
+def test_without_power_nothing_is_written(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, straggler: str
+) -> None:
+    machine(nvml, 4, 185)
+    got = run(supervising, tmp_path, nvml, LOSS, JOB, {**ROOM, "straggler": straggler})
+    print(got.output)
+    assert got.code == 0 and nvml.history() == [], got.output
+    logged = (tmp_path / "rows" / "metrics.csv").read_text().splitlines()[0]
+    assert "ntp/power/replica1/watts" in logged
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("whom", ["the launching process", "the helper", "both"])
+def test_kill_nine_at_any_moment_of_a_boost(
+    supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, whom: str, seed: int
+) -> None:
+    """What lives puts everything back at once; if nobody does, `restore-power` does it."""
+    machine(nvml, 4, 185)
+    began = nvml.history()
+    supervising.start()
+    launching = supervising.pid
+    assert launching is not None
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while len(nvml.history()) == len(began) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        helper = nvml.history()[-1].pid
+        time.sleep(random.Random(seed).uniform(0.0, 1.0))
+        for pid in {"the launching process": [launching], "the helper": [helper]}.get(whom, [launching, helper]):
+            os.kill(pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    got = run(supervising, tmp_path, nvml, LOSS, replace(JOB, batches=80), ROOM)
+    killer.join()
+    assert (got.code == 0) == (whom == "the helper"), got.output
+    if whom == "both":
+        restore(nvml, tmp_path)
+    deadline = time.monotonic() + 10
+    while limits(nvml, 4) != [185.0] * 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
     kept(nvml, tmp_path, [185.0] * 4)
 
 

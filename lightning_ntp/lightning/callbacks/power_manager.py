@@ -18,6 +18,7 @@ from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.lightning.callbacks import carried_log
 from lightning_ntp.lightning.callbacks.devices import note_device
 from lightning_ntp.lightning.planned_times import planned_times
+from lightning_ntp.nvml.profiles import Profile
 from lightning_ntp.plan import Topology
 from lightning_ntp.power.control import Pace, split
 from lightning_ntp.power.loop.settings import PowerSettings
@@ -47,7 +48,8 @@ class PowerManager(Callback):
         levers: What may be turned: ``"power_limit"``, ``"clocks"``. Clocks only with ``locked_clocks``.
         locked_clocks: The range in MHz to which the operator has locked the graphics clocks: no call can read it. The
             upper end is raised for a boost, and put back.
-        profiles: Numbers of workload power profiles (Blackwell) to request while training; none by default.
+        profiles: Workload power profiles (Blackwell) to request while training, by NVML's names (``"LLM_TRAINING"``)
+            or numbers; none by default. ``lightning-ntp doctor`` lists what the GPUs have.
         on_denied: If limits may not be written: ``"rebalance"``: samples move instead; ``"warn"``: only said;
             ``"error"``: the job ends.
         interval: Seconds between two looks.
@@ -72,7 +74,7 @@ class PowerManager(Callback):
         max_temperature: float | None = None,
         levers: Sequence[Literal["power_limit", "clocks"]] = ("power_limit", "clocks"),
         locked_clocks: Sequence[int] | None = None,
-        profiles: Sequence[int] = (),
+        profiles: Sequence[int | str] = (),
         on_denied: Literal["rebalance", "warn", "error"] = "rebalance",
         interval: float = 2.0,
         socket: str | Path | None = None,
@@ -80,8 +82,8 @@ class PowerManager(Callback):
         gpus: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(levers, str) or isinstance(gpus, str):
-            raise ValueError(f"levers={levers!r} and gpus={gpus!r} must be lists")
+        if isinstance(levers, str) or isinstance(gpus, str) or isinstance(profiles, str):
+            raise ValueError(f"levers={levers!r}, profiles={profiles!r} and gpus={gpus!r} must be lists")
         if tokens_per_step is not None and not (type(tokens_per_step) is int and tokens_per_step > 0):
             raise ValueError(f"tokens_per_step={tokens_per_step!r} must be a whole number above 0, or None")
         clocks: Any = None if locked_clocks is None else tuple(locked_clocks)
@@ -95,7 +97,7 @@ class PowerManager(Callback):
             max_temperature,
             tuple(levers),
             clocks,
-            tuple(profiles),
+            tuple(map(_profile, profiles)),
             on_denied,
             interval,
             None if socket is None else str(socket),
@@ -250,6 +252,14 @@ class PowerManager(Callback):
         for entry in entries if trainer.is_global_zero else ():
             details = {key: entry[key] for key in ("kind", "text", "replica", "values") if key in entry}
             trainer.strategy.record_event("power", monotonic=entry["monotonic"], **details)  # type: ignore[attr-defined]
+
+
+def _profile(name: int | str) -> int:
+    if not isinstance(name, str):
+        return name
+    if name not in Profile.__members__:
+        raise ValueError(f"profiles: {name!r} is none of {', '.join(Profile.__members__)}")
+    return int(Profile[name])
 
 
 def power_metrics(directory: Path) -> dict[str, float]:

@@ -57,13 +57,15 @@ def find_levers(
     Raises:
         BudgetError: If budget or ceiling do not fit the hardware.
     """
-    of_slot = {slot: named.get(slot) or f"slot {slot}" for slot in homes}
-    gpus = [named[slot] for slot in homes if named.get(slot)]
+    # a device that several slots share has no power that is one's own
+    own = {slot: gpu for slot, gpu in named.items() if slot in homes and gpu and [*named.values()].count(gpu) == 1}
+    of_slot = {slot: own.get(slot, f"slot {slot}") for slot in homes}
+    gpus = [*own.values()]
     values: dict[str, Mapping[str, Any]] = {
         gpu: _as_found(readings[gpu]) for gpu in gpus if gpu in readings and "power_limit_set_w" in readings[gpu].values
     }
     writer = None
-    if writes and len(set(gpus)) == len(homes):
+    if writes and len(gpus) == len(homes):
         writer = Writer(job, settings.socket, settings.ceiling != "found", settings.locked_clocks)
         answers = writer.open(gpus)
         wrong = [each for each in answers.values() if not each.done]

@@ -20,6 +20,8 @@ from lightning_ntp.power.putting_back import Status
 
 _PATIENCE = 60.0
 """Seconds for devices to be named by their ranks."""
+_ROUNDED_W = 0.5
+"""Drivers round limits."""
 _AGAIN_SECONDS = 5.0
 """Between two starts of a helper that was lost."""
 _DENIED_SECONDS = 300.0
@@ -71,10 +73,14 @@ class PowerJob:
     def lends(self, slot: int) -> bool:
         """Whether others have power that belongs to this slot's GPU."""
         decision, levers = self._decision, self._levers
-        if decision is None or levers is None or levers.writer is None or levers.of_slot.get(slot) in decision.limits_w:
+        if decision is None or levers is None or levers.writer is None:
             return False
-        shares = levers.domain.shares_w
-        return any(watts > shares[gpu] + 0.5 for gpu, watts in list(levers.writer.limits_w.items()))
+        limits, domain = dict(levers.writer.limits_w), levers.domain
+        if levers.of_slot.get(slot) not in decision.limits_w:
+            return any(watts > domain.shares_w[gpu] + _ROUNDED_W for gpu, watts in limits.items())
+        # it counts as one that works; what was lent may still be out, as a write has failed
+        now = sum(limits[gpu] for gpu in decision.limits_w if gpu in limits) + decision.held_w
+        return now > domain.total_w + _ROUNDED_W
 
     def why_held(self, slot: int) -> str:
         """Why :meth:`lends` is still so, for people."""
@@ -98,8 +104,11 @@ class PowerJob:
             return
         if self._levers is not None and self._levers.writer is not None and self._levers.writer.lost:
             why = self._levers.writer.why_lost
-            self._report.event("lost", f"the helper that writes limits is gone: {why}; all limits are back")
+            again = f"in {_AGAIN_SECONDS:g} s another one puts back what this one has not"
+            self._report.event("lost", f"the helper that writes limits is gone: {why}; {again}")
             self._forget(now + _AGAIN_SECONDS)
+        if self._levers is not None and not self._levers.of_slot.keys() >= {s for of in replicas.values() for s in of}:
+            self._forget(0.0)  # somebody works who was not there when it began
         if self._controller is None and not self._set_up(now):
             return
         assert self._controller is not None and self._levers is not None
@@ -151,7 +160,8 @@ class PowerJob:
         turned: frozenset[Lever] = frozenset(settings.levers)
         if settings.locked_clocks is None and turned != {"clocks"}:
             turned = frozenset({"power_limit"})
-        heat = HeatLimits(guard_c=settings.margin)
+        hot_c = HeatLimits.hot_c if settings.max_temperature is None else settings.max_temperature
+        heat = HeatLimits(guard_c=settings.margin, hot_c=hot_c)
         self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
         self._last = now  # what was before is no interval
         self._paces.begin_anew()
