@@ -69,7 +69,7 @@ def ratio(moment: Moment, measured: bool) -> float | None:
 def intervals(looks: Sequence[Moment], measured: bool) -> int | None:
     """How many intervals after the loss the ratio is within 2 % for good; None if it is not at the end.
 
-    Of measurements it is the median of three in a row: one is of two or three steps, on a machine that does other things.
+    Of measurements it is the median of three in a row: one is of two or three steps, on a machine that has other work.
     """
     known = [(number, each) for number, moment in enumerate(looks) if (each := ratio(moment, measured)) is not None]
     if measured:
