@@ -77,8 +77,7 @@ def intervals(looks: Sequence[Moment], measured: bool) -> int | None:
             (known[at][0], statistics.median(r for _, r in known[at - 1 : at + 2])) for at in range(1, len(known) - 1)
         ]
     wrong = [number for number, each in known if abs(each - 1) > CLOSE]
-    reached = wrong[-1] + 1 if wrong else 0
-    return reached if any(number >= reached for number, _ in known) else None
+    return next((number for number, _ in known if not wrong or number > wrong[-1]), None)
 
 
 def last(looks: Sequence[Moment], measured: bool) -> float:
