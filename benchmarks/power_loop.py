@@ -48,11 +48,13 @@ class Scenario:
     ceiling_w: float
     budget_w: float
     headroom: bool = False
+    machine: Machine = Machine()
 
 
 SCENARIOS = (
     Scenario("headroom: 3400 W, up to 700 W", "headroom", 700, 3400, True),
     Scenario("the lost GPU's watts: 2400 W", "lent", 700, 2400),
+    Scenario("heat: 3400 W, but 0.09 C per W", "headroom", 700, 3400, machine=Machine(resistance=0.09)),
     Scenario("defaults: nothing above 300 W", "found", 300, 2400),
 )
 
@@ -181,8 +183,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="power-loop-") as name:
         for number, scenario in enumerate(SCENARIOS[: 1 if options.quick else None]):
             arguments = ["--interval", str(INTERVAL), "--steps", steps, "--lose-at", "35", "--restart-after", restart]
-            directory = Path(name, scenario.case)
-            got = record([*arguments, *CASES[scenario.case]], Machine(), directory, show=options.show)
+            directory = Path(name, str(number))
+            got = record([*arguments, *CASES[scenario.case]], scenario.machine, directory, show=options.show)
             good &= row(scenario, got)
             for event in got.events:
                 if event["kind"] == "price":

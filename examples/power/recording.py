@@ -32,13 +32,15 @@ class Machine:
 
     Args:
         start_w, minimum_w, maximum_w: Power limits: that of the operator, and the hardware's bounds.
-        time_constant: Seconds in which temperatures follow power, 20 or more in reality.
+        resistance: How much warmer a watt makes a GPU, degrees C.
+        time_constant: Seconds in which temperatures follow power.
         unlike: How unlike the GPUs are in cooling and in power, as a fraction.
     """
 
     start_w: float = 300.0
     minimum_w: float = 200.0
     maximum_w: float = 700.0
+    resistance: float = 0.06
     time_constant: float = 5.0
     unlike: float = 0.01
 
@@ -49,7 +51,12 @@ class Machine:
             limits = {"power_limit": self.start_w, "power_min_limit": self.minimum_w, "power_max_limit": self.maximum_w}
             more = 1 + self.unlike * (gpu % 4 - 1.5) / 1.5
             mock.set(gpu, **{name: int(1000 * watts) for name, watts in limits.items()})
-            mock.set(gpu, time_constant=self.time_constant, dynamic_power=620 * more, thermal_resistance=0.06 * more)
+            mock.set(
+                gpu,
+                time_constant=self.time_constant,
+                dynamic_power=620 * more,
+                thermal_resistance=self.resistance * more,
+            )
         mock.start_model(1.0)
         return mock
 

@@ -84,8 +84,11 @@ def plot(recording: Recording, path: Path) -> None:
         lines["limit"][name] = [max(m.limits_w[g] for g in gpus) for m in moments]
         lines["heat"][name] = [max(m.temperatures[g] for g in gpus) for m in moments]
         lines["clock"][name] = [min(m.clocks_mhz[g] for g in gpus) for m in moments]
+    # while the members change, what the job's files say does not fit together for a moment
+    steady = [m.replicas == moments[max(0, at - 3)].replicas for at, m in enumerate(moments)]
+    times_by_clocks = [m.compute() if same else {} for m, same in zip(moments, steady, strict=True)]
     full_ms = 1000 * recording.full_step_s
-    pace = {f"replica {r}, by its clocks": _held([_of(m.compute(), r, full_ms) for m in moments]) for r in (0, 1)}
+    pace = {f"replica {r}, by its clocks": _held([_of(t, r, full_ms) for t in times_by_clocks]) for r in (0, 1)}
     pace |= {f"replica {r}, as measured": _measured(moments, str(r)) for r in (0, 1)}
     joules = _held([m.state.get("joules_per_step") for m in moments])
     panels = [

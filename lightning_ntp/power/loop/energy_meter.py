@@ -49,8 +49,8 @@ class EnergyMeter:
     _points: dict[int, dict[int, _Sum]] = field(default_factory=dict)
     _recent: deque[tuple[float, float]] = field(default_factory=deque)
     """(joules, steps) of intervals in which a step has ended, with what lay before them since the last one."""
-    _joules: float = 0.0
-    """Since then."""
+    _joules: float | None = None
+    """Since then; None before the first one has ended: what lies before it is a part of a step, or none at all."""
 
     def take(self, seconds: float, watts: Mapping[int, float | None], steps: float, tokens_per_step: int) -> Spent:
         """Take an interval in.
@@ -63,12 +63,14 @@ class EnergyMeter:
         """
         known = {replica: power for replica, power in watts.items() if power is not None}
         if len(known) < len(watts):  # a part of the energy is no energy of a step
-            self._joules = 0.0
+            self._joules = None
             self._recent.clear()
             return Spent(known, None, None)
-        self._joules += seconds * sum(known.values())
+        if self._joules is not None:
+            self._joules += seconds * sum(known.values())
         if steps > 0:
-            self._recent.append((self._joules, steps))
+            if self._joules is not None:
+                self._recent.append((self._joules, steps))
             self._joules = 0.0
         total = sum(count for _, count in self._recent)
         while len(self._recent) > 1 and (len(self._recent) > WINDOW or total - self._recent[0][1] >= WINDOW):
