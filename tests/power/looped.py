@@ -19,9 +19,10 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
+from examples.power.simulated import SimulatedGpu
 from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from tests.lightning.rigs import slot
-from tests.nvml.mock import MockNvml, Rule
+from tests.nvml.mock import Rule
 from tests.recovery.jobs import Samples
 from tests.recovery.models import Automatic
 
@@ -51,8 +52,8 @@ class Simulation:
     does: tuple[tuple[int, int, str, dict[str, Any]], ...] = ()
 
 
-class OnSimulatedGpus(Callback):
-    """Loads this rank's GPU while it trains, dies as told, and notes at every step what really is.
+class OnSimulatedGpus(SimulatedGpu):
+    """Computes as its GPU does, dies as told, and notes at every step what really is.
 
     Args:
         directory: For the notes.
@@ -62,28 +63,18 @@ class OnSimulatedGpus(Callback):
     ntp_own_attributes = ("_mock", "_dies", "_does", "_file", "_rules")
 
     def __init__(self, directory: Path, simulation: Simulation) -> None:
-        self._simulation = simulation
-        self._began = 0.0
+        super().__init__(simulation.sample_s, simulation.load)
         joins = is_rank() and RankIdentity.from_environ().joins
         self._dies = set() if joins else {step for who, step in simulation.dies if who == slot()}
         self._does = [] if joins else [each for each in simulation.does if each[0] == slot()]
-        self._mock: MockNvml | None = None
         self._rules: list[Rule] = []
         self._file = directory / f"steps-{slot()}"
-
-    @property
-    def mock(self) -> MockNvml:
-        if self._mock is None:
-            self._mock = MockNvml.attach()
-        return self._mock
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         if is_rank() and RankIdentity.from_environ().joins:  # what it finds when it comes back
             limits = [self.mock.get("power_limit", gpu) / 1000 for gpu in range(self.mock.gpus)]
             self._file.with_name(f"found-{slot()}").write_text(json.dumps(limits))
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        self.mock.set(slot(), load=self._simulation.load)
+        super().setup(trainer, pl_module, stage)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> int | None:
         if trainer.global_step == _BEGUN_BY:
@@ -125,17 +116,6 @@ class OnSimulatedGpus(Callback):
         with open(self._file, "a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        self.mock.set(slot(), load=0.0)
-
-    def seconds(self, trainer: Trainer, samples: int) -> float:
-        """How long this rank's GPU computes."""
-        from lightning_ntp.lightning.planned_times import planned_times
-
-        strategy: Any = trainer.strategy
-        planned = planned_times(strategy.sharded, strategy.topology)[strategy.replica]
-        return self._simulation.sample_s * samples * planned / self.mock.speed(slot())
-
 
 class Powered(Automatic):
     """A module that computes on simulated GPUs; ``simulation.json`` in the job's directory says how."""
@@ -147,20 +127,13 @@ class Powered(Automatic):
         simulation = Simulation(
             **{**told, "dies": tuple(map(tuple, told["dies"])), "does": tuple(map(tuple, told["does"]))}
         )
-        self._gpus = OnSimulatedGpus(Path(directory), simulation)
         # the monitor's part in a rank: it leaves when it is told to
         health = HealthMonitor(nvml=False, gpus=simulation.power["gpus"])
-        return [self._gpus, health, PowerManager(**simulation.power)]
+        return [OnSimulatedGpus(Path(directory), simulation), health, PowerManager(**simulation.power)]
 
     @staticmethod
     def loader(count: int) -> DataLoader[Any]:
         return DataLoader(Samples(count * SAMPLES // 2), batch_size=SAMPLES, shuffle=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        ends = time.monotonic() + self._gpus.seconds(self.trainer, len(batch[2]))
-        output = super().training_step(batch, batch_idx)
-        time.sleep(max(0.0, ends - time.monotonic()))
-        return output
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class PowerJob:
         if self._controller is None and not self._set_up(now):
             return
         assert self._controller is not None and self._levers is not None
-        self._telling.forget(self._measurer.changed(replicas))
+        self._measurer.changed(replicas)
         idle = self._alive() & self._levers.of_slot.keys() - {s for slots in replicas.values() for s in slots}
         measurement = self._measurer.measure(self._levers, replicas, idle, work, now)
         decision = self._controller.step(measurement)
@@ -163,6 +163,7 @@ class PowerJob:
         hot_c = HeatLimits.hot_c if settings.max_temperature is None else settings.max_temperature
         heat = HeatLimits(guard_c=settings.margin, hot_c=hot_c)
         self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
+        self._last = now  # what was before is no interval
         self._paces.begin_anew()
         self._begin_profiles(levers)
         self._say_what_there_is(levers)

@@ -42,13 +42,11 @@ class Measurer:
         self._written_at[gpu] = now
         self._paces.begin_anew()
 
-    def changed(self, replicas: Mapping[int, tuple[int, ...]]) -> list[int]:
-        """Replicas in which others work than in the interval before."""
-        changed = [r for r in {*replicas, *self._replicas} if replicas.get(r) != self._replicas.get(r)]
-        if changed:
+    def changed(self, replicas: Mapping[int, tuple[int, ...]]) -> None:
+        """Begin anew if others work than in the interval before."""
+        if replicas != self._replicas:
             self._paces.begin_anew()
             self._replicas = dict(replicas)
-        return changed
 
     def measure(
         self, levers: Levers, replicas: Mapping[int, tuple[int, ...]], idle: set[int], work: Work, now: float

@@ -72,20 +72,14 @@ class Report:
         self._told_notes = {kind for kind in now if kind in self._notes}
         self._notes = set(now)
 
-    def limits(
-        self, limits_w: Mapping[int, float], shares_w: Mapping[int, float], gpus: Mapping[int, int]
-    ) -> list[int]:
+    def limits(self, limits_w: Mapping[int, float], shares_w: Mapping[int, float], gpus: Mapping[int, int]) -> None:
         """The sums of the limits of the replicas, each interval.
 
         Args:
             limits_w: Replica -> watts now.
             shares_w: Replica -> watts of the same GPUs without a boost.
             gpus: Replica -> how many GPUs that is.
-
-        Returns:
-            Replicas whose boost has settled just now.
         """
-        settled = []
         for replica, watts in limits_w.items():
             share = shares_w[replica]
             before, calm = self._moving.get(replica, (share, CALM))
@@ -93,12 +87,10 @@ class Report:
             self._moving[replica] = (before, calm + 1) if steady else (watts, 0)
             if steady and calm + 1 == CALM:
                 self._tell(replica, watts, share, gpus[replica])
-                settled.append(replica)
             elif not steady and replica not in self._told_w and watts > share:
                 self._tell(replica, watts, share, gpus[replica])
         for replica in self._told_w.keys() - limits_w.keys():
             del self._told_w[replica]
-        return settled
 
     def forget(self) -> None:
         """Nothing is boosted any more."""

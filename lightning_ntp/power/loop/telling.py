@@ -78,10 +78,8 @@ class Telling:
         self._serial = 0
         self._base_w: dict[str, float] = {}
         """GPU -> what it draws without a boost, watts."""
-
-    def forget(self, replicas: Iterable[int]) -> None:
-        """These replicas are made of other GPUs now."""
-        self._energy.forget(replicas)
+        self._told: set[tuple[int, int]] = set()
+        """Replica and number of the powers whose price was told."""
 
     def tell(self, interval: Interval) -> None:
         """One interval."""
@@ -89,10 +87,8 @@ class Telling:
         notes = interval.decision.notes
         if interval.levers.powered:
             counts = {replica: len(gpus) for replica, gpus in interval.gpus.items()}
-            settled = self._report.limits(interval.limits_w, interval.start_w, counts)
+            self._report.limits(interval.limits_w, interval.start_w, counts)
             self._learn_prices(interval)
-            for replica in settled:
-                self._tell_price(replica, interval)
         if interval.levers.writer is None:  # of headroom nobody asks where nothing may be raised
             notes = tuple(note for note in notes if "is missing" in note)
         self._report.notes(notes)
@@ -121,25 +117,29 @@ class Telling:
                 if (power := interval.power_w(gpu)) is not None:
                     self._base_w[gpu] = 0.8 * self._base_w.get(gpu, power) + 0.2 * power
             total, compute_s = watts[replica], measurement.compute_s.get(replica)
-            if total and compute_s and all(gpu in self._base_w for gpu in gpus):
-                sample_s = compute_s / max(1, measurement.samples.get(replica, 1))
-                base_w = sum(self._base_w[gpu] for gpu in gpus)
-                self._energy.boosted(replica, interval.seconds, total, sample_s, base_w)
+            planned = measurement.planned.get(replica)
+            if total and compute_s and planned and all(gpu in self._base_w for gpu in gpus):
+                sample_s = compute_s / max(1, measurement.samples.get(replica, 1)) / planned
+                base_w = sum(self._base_w[gpu] for gpu in gpus) / len(gpus)
+                number = self._energy.boosted(replica, interval.seconds, total / len(gpus), sample_s, base_w)
+                if interval.is_boosted(replica):
+                    self._tell_price(replica, number, base_w)
 
-    def _tell_price(self, replica: int, interval: Interval) -> None:
-        prices = self._energy.prices(replica)
-        if len(prices) < 2 or not interval.is_boosted(replica):
+    def _tell_price(self, replica: int, number: int, base_w: float) -> None:
+        """Once for each power, and not again for the next one to it."""
+        price = self._energy.price(replica, number)
+        if price is None or any((replica, near) in self._told for near in (number - 1, number, number + 1)):
             return
-        last = prices[-1]
-        power = last.point.watts / prices[0].point.watts
+        self._told.add((replica, number))
+        power = price.point.watts / base_w
         self._report.event(
             "price",
-            f"replica {replica}: {power:.2f} x the power gives {last.speed:.2f} x the speed, and"
-            f" {last.efficiency:.2f} x the samples per joule",
+            f"replica {replica}: {power:.2f} x the power gives {price.speed:.2f} x the speed, and"
+            f" {price.efficiency:.2f} x the samples per joule",
             replica,
             power_ratio=round(power, 3),
-            speed_ratio=round(last.speed, 3),
-            efficiency_ratio=round(last.efficiency, 3),
+            speed_ratio=round(price.speed, 3),
+            efficiency_ratio=round(price.efficiency, 3),
         )
 
 

@@ -25,6 +25,8 @@ _CLOSE_SECONDS = 12.0
 """For messages to the helper that are under way, and for it to put everything back."""
 _LONGEST_HOLD = 10.0
 """Seconds for which a new rank is held back because its GPU's power is lent."""
+_LOOK_SECONDS = 0.05
+"""Between two looks whether it is back."""
 _LONGEST_DUE = 120.0
 """Seconds after which a slot that was to be started, and was not, lends again."""
 
@@ -97,20 +99,28 @@ class PowerWatch:
         return False
 
     def unfit(self, slot: int) -> str:
-        """What its GPU has lent must be back before it works again."""
-        job, now = self._job, time.monotonic()
-        if job is None or not job.lends(slot):
+        """What its GPU has lent must be back before it works again. That is waited for: whoever asks does so in a
+        thread of its own, and would ask again only after the backoff of restarts."""
+        if self._job is None or not self._job.lends(slot):
             return ""
-        with self._lock:
-            since = self._due.setdefault(slot, now)
-        self._awake.set()
-        if now - since > _LONGEST_HOLD:
-            say(f"power: slot {slot} starts although what its GPU has lent is not back: {job.why_held(slot)}")
-            return ""
-        return "its GPU has lent its power, which is being taken back"
+        ends = time.monotonic() + _LONGEST_HOLD
+        self._expect(slot)
+        while not self._over.wait(_LOOK_SECONDS):
+            if not self._job.lends(slot):
+                return ""
+            if time.monotonic() > ends:
+                say(f"power: slot {slot} starts although what its GPU has lent is not back: {self._job.why_held(slot)}")
+                return ""
+        return "the job ends"
 
     def pardon(self, slot: int) -> None:
-        return None
+        self._expect(slot)  # a person is not kept waiting
+
+    def _expect(self, slot: int) -> None:
+        """The slot is about to start: its GPU counts as working from now on."""
+        with self._lock:
+            self._due.setdefault(slot, time.monotonic())
+        self._awake.set()
 
     def close(self) -> None:
         self._over.set()
@@ -134,9 +144,10 @@ class PowerWatch:
             return {*self._live, *self._due}
 
     def _run(self) -> None:
-        job, told = self._job, ""
-        assert job is not None
+        job, listener, told = self._job, self._listener, ""
+        assert job is not None and listener is not None
         while not self._over.is_set():
+            listener.take()  # readings are what is wanted here; findings that nobody takes would pile up
             try:
                 job.look(lambda: not self._over.is_set())
                 told = ""
