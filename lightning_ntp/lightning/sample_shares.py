@@ -52,7 +52,7 @@ class SampleShares:
         self._runtime, self._trainer, self._batches = current, trainer, batches
         self._record = record
         self._wanted = 0
-        """The number of this rank's newest request, until it is heard."""
+        """The number of this rank's newest request."""
         self._heard: tuple[int, ...] | None = None
         self._drawn_by: list[BatchSampler] = []
         self._memory: tuple[int, int] = (0, 0)
@@ -90,7 +90,7 @@ class SampleShares:
     def may_move(self) -> bool:
         """Whether samples can move between replicas; if not, the log says once why shares stay equal."""
         why = self.why_not
-        if why and not self._told:
+        if why and not self._told and self._trainer.train_dataloader is not None:
             self._told = True
             log.warning("all replicas take equally many samples: %s", why)
         return not why
@@ -178,13 +178,12 @@ class SampleShares:
         room = [-UNLIMITED] * self._replicas
         generation, drawing = self._runtime.generation, fetching.drawing(self._trainer)
         schedule = self._batches.schedule
-        if self._wanted <= schedule.version:
-            self._wanted = 0
-        if generation.rank == 0 and not self._wanted and not covers(schedule.newest, self._live):
+        if generation.rank == 0 and self._wanted <= schedule.version and not covers(schedule.newest, self._live):
             self._post(None)  # a replica is back that they leave out: loaders draw in vain, all fetch by number
+        wanted = self._wanted if self._wanted > schedule.version else 0
         room[generation.replica] = -self._most()
         drawn = drawing.drawn if isinstance(drawing, Drawing) else 0
-        return (self._wanted, drawn, int(bool(self.why_not)), *room)
+        return (wanted, drawn, int(bool(self.why_not)), *room)
 
     def counted(self, votes: tuple[int, ...]) -> None:
         """What the vote has said."""
