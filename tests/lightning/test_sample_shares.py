@@ -219,3 +219,39 @@ def test_a_loader_that_is_validated_on_too_gives_its_own_samples_there(world: Wo
     for rank, (sizes, seen, own) in enumerate(world(2).run(_validates)):
         assert sizes == [2, 2, *[(3, 1)[rank]] * 2]
         assert [value for batch in seen for value in batch] == own * 2
+
+
+def _limited(room: dict[int, int]) -> Any:
+    """Ranks whose devices have room for few samples only: here no device says so."""
+    from lightning_ntp.lightning.sample_shares import SampleShares
+
+    most, SampleShares._most = SampleShares._most, lambda self: room.get(slot(), most(self))  # type: ignore[method-assign]
+    asks = Asks({0: 5, 1: 1})
+    try:
+        make_trainer((2, 1), callbacks=[asks]).fit(Sized(asks), DataLoader(rows(24), batch_size=3))
+    finally:
+        SampleShares._most = most  # type: ignore[method-assign]
+    return asks.shares, asks.sizes
+
+
+@pytest.mark.parametrize(
+    ("room", "counts", "said"),
+    [
+        ({1: 4}, (4, 2), "of the counts {0: 5, 1: 1} the memory of the devices allows {0: 4, 1: 2}"),
+        (
+            {1: 4, 2: 1},
+            (3, 3),
+            "samples do not move to {0: 5, 1: 1}: the memory of the devices has room for [4, 1] samples",
+        ),
+        ({1: 5, 2: 1}, (5, 1), ""),
+    ],
+)
+def test_a_request_is_cut_to_what_the_fullest_device_of_a_replica_has_room_for(
+    world: Worlds, room: dict[int, int], counts: tuple[int, int], said: str
+) -> None:
+    outcomes = world(3).start(_limited, room).wait()
+    for outcome in outcomes:
+        shares, sizes = outcome.value
+        assert shares[2:] == [dict(enumerate(counts))] * 2
+        assert sizes[-2:] == [counts[outcome.slot // 2]] * 2  # the first step is tried out
+    assert outcomes[0].output.count(said or "the memory of the devices") == (1 if said else 0)

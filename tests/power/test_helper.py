@@ -226,3 +226,25 @@ def test_what_is_no_whole_gpu_is_refused(nvml: MockNvml, helper: Make, uuids: li
     assert answer.status is Status.FAILED and "Not Found" in answer.why
     nvml.unsupported(None, "nvmlDeviceGetPowerManagementLimitConstraints")
     assert one.open(uuids[:1])[uuids[0]].status is Status.UNSUPPORTED
+
+
+def test_clocks_that_an_operator_has_locked_are_locked_so_again(
+    helper: Callable[..., PowerHelper], nvml: MockNvml, uuids: list[str]
+) -> None:
+    """No call says that they are locked: whoever knows it has to."""
+    nvml.set(0, locked_clock_min=210, locked_clock_max=1200)
+    mine = helper()
+    assert mine.open([uuids[0]], (210, 1200))[uuids[0]].done
+    assert mine.set(locked_clocks(uuids[0], (210, 1500)))[0].done
+    assert nvml.get("locked_clock_max", 0) == 1500
+    assert mine.release()[uuids[0]].done and nvml.get("locked_clock_max", 0) == 1200
+    assert mine.set(locked_clocks(uuids[0], (210, 1400)))[0].done
+    mine.close()
+    assert (nvml.get("locked_clock_min", 0), nvml.get("locked_clock_max", 0)) == (210, 1200)
+
+
+def test_clocks_that_cannot_have_been_locked_so_are_refused(
+    helper: Callable[..., PowerHelper], nvml: MockNvml, uuids: list[str]
+) -> None:
+    answer = helper().open([uuids[0]], (210, 9000))[uuids[0]]
+    assert answer.status is Status.REFUSED and "(210, 9000), says the job, which is not between" in answer.why

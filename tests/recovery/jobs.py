@@ -285,8 +285,13 @@ class Result:
 
     def samples(self) -> dict[int, list[int]]:
         """By epoch the samples that committed steps were made of."""
-        paths = sorted(self.directory.glob("ledger-*"))
-        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        dead = {outcome.slot for outcome in self.outcomes if (outcome.state, outcome.exit_code) == ("died", -9)}
+        lines: list[dict[str, Any]] = []
+        for path in sorted(self.directory.glob("ledger-*")):
+            own = [json.loads(line) for line in path.read_text().splitlines()]
+            if int(path.name.rpartition("-")[2]) in dead and own and own[-1]["what"] == "committed":
+                own[-1]["what"] = "tried"  # if all who had committed it are gone, the others have begun it again
+            lines += own
         seen: dict[tuple[int, int], dict[int, list[int]]] = {}
         for entry in lines:
             if entry["what"] == "committed":

@@ -12,6 +12,7 @@ import pytest
 from lightning_ntp.engine.events import FILE_NAME, read_events
 from lightning_ntp.plan import Topology
 from tests.lightning.rigs import assert_same
+from tests.recovery import points
 from tests.recovery.jobs import EXACT, Job, Result, Worlds, assert_left, run, undisturbed
 from tests.recovery.sharing_models import WHOLE
 
@@ -155,7 +156,7 @@ def test_a_death_in_the_vote_that_some_ranks_have_heard(
     begins = 10 if unheard and asks == 1 else 3
     assert per_batch(got, 2) == [[2, 2]] * begins + [[1, 3]] * (10 - begins)
     events = [event["event"] for event in read_events(got.directory / "rows" / FILE_NAME)]
-    assert ("replay" in events) == unheard and ("forward" in events) == (0 in deaf and not unheard)
+    assert ("forward" in events) == (0 in deaf and not unheard)  # slot 0 writes of itself
 
 
 @pytest.mark.parametrize(
@@ -233,3 +234,26 @@ def test_a_death_anywhere_between_changes(
     job = replace(job, shares=tuple(each for each in shares if not gone or each[1] <= step))
     left, _ = Topology.start(degrees).lose([slot])
     moves(world, job, tmp_path, left.degrees)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("point", points.POINTS)
+@pytest.mark.parametrize("dies", [0, 3])
+@pytest.mark.parametrize("deaf", [(0, 2), (0,)])
+def test_another_death_while_some_take_over_what_others_have_heard(
+    world: Worlds, deaf: tuple[int, ...], dies: int, point: str, tmp_path: Path
+) -> None:
+    """Slot 1 dies behind the vote; then one that has heard it, perhaps the last one, or one that has not."""
+    job = Job(
+        (1, 1, 1, 1),
+        ((1, 2, "between_vote_and_update"),),
+        ((dies, point, 2 if point in ("agree", "joined", "rebuild", "rebuilt") else 1),),  # they begin with these
+        module=MISHEARS,
+        settings={"deaf": deaf, "step": 2},
+        shares=((2, 2, {0: 2, 1: 1, 2: 4, 3: 1}),),
+    )
+    degrees = (0, 0, 1, 1) if dies == 0 else (1, 0, 1, 0)
+    got = moves(world, job, tmp_path, degrees, want=replace(job, module=MOVES, settings={}))
+    # slot 2 asks, and asks again if nobody is left that has heard it
+    dealt = {0: [0, 0, 6, 2], 3: [3, 0, 5, 0]}[dies]
+    assert per_batch(got, 4)[4:] == [dealt] * 4
