@@ -25,7 +25,7 @@ _ROUNDED_W = 0.5
 _AGAIN_SECONDS = 5.0
 """Between two starts of a helper that was lost."""
 _DENIED_SECONDS = 300.0
-"""Until limits are tried again that might not be written: permissions may change."""
+"""Until the next fit tries limits again that might not be written: permissions may change."""
 Replicas = Mapping[int, tuple[int, ...]]
 """Replica -> its slots that work."""
 
@@ -243,7 +243,8 @@ class PowerJob:
 
     def _tell(self, measurement: Measurement, decision: Decision, work: Work, replicas: Replicas, now: float) -> None:
         levers, settings = self._levers, self._settings
-        moves = settings.moves_samples and (settings.on_denied == "rebalance" or now >= self._denied_until)
+        denied = self._denied_until > 0 and (levers is None or levers.writer is None)
+        moves = settings.moves_samples and (settings.on_denied == "rebalance" or not denied)
         self._telling.times({r: time for r, time in decision.relative_time.items() if r >= 0} if moves else {})
         if levers is None:  # it was denied just now
             return

@@ -13,7 +13,10 @@ from lightning_ntp.launch import jobs
 from lightning_ntp.power.control import Decision, Domain, GpuBounds, GpuReading, Measurement
 from lightning_ntp.power.loop.domain import Levers
 from lightning_ntp.power.loop.energy_meter import LEAST
+from lightning_ntp.power.loop.job import PowerJob
+from lightning_ntp.power.loop.places import Places, Work
 from lightning_ntp.power.loop.report import Report
+from lightning_ntp.power.loop.settings import Denied, PowerSettings
 from lightning_ntp.power.loop.telling import Interval, Telling
 
 PAGE = Path(__file__).parents[3] / "docs/power.md"
@@ -100,3 +103,18 @@ def test_where_nothing_may_be_raised_nobody_is_told_of_headroom(telling: Telling
         telling.tell(interval({0: 300.0, 1: 300.0}, {0: 0.40, 1: 0.44}, notes=notes))
     told = [json.loads(line)["text"] for line in jobs.power_log(tmp_path).read_text().splitlines()]
     assert told == [notes[1]]
+
+
+@pytest.mark.parametrize(("on_denied", "told"), [("rebalance", True), ("warn", False)])
+def test_where_limits_may_not_be_written_samples_move_only_if_they_shall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_denied: Denied, told: bool
+) -> None:
+    monkeypatch.setattr("lightning_ntp.power.loop.job._DENIED_SECONDS", 0.0)  # as after a long while
+    settings = PowerSettings(on_denied=on_denied)
+    job = PowerJob(settings, tmp_path, Places(tmp_path, 4, ()), set, dict)
+    each = interval({0: 300.0, 1: 300.0}, {0: 0.40, 1: 0.44})
+    of_slot = dict(enumerate("abcd"))
+    job._levers = Levers(DOMAIN, of_slot, None, True)
+    job._deny("the driver says no")
+    job._tell(each.measurement, each.decision, Work(True), {0: (0, 1), 1: (2, 3)}, 1e9)
+    assert jobs.paces_note(tmp_path).exists() == told
