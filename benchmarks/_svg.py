@@ -47,7 +47,7 @@ def draw(title: str, times: Sequence[float], panels: Sequence[Panel], marks: Map
             x = across(time)
             parts.append(f'<path d="M{x:.1f} {top}v{HEIGHT}" stroke="#999" stroke-dasharray="4 3"/>')
             if number == 0:
-                parts.append(f'<text x="{x + 3:.1f}" y="{top + 12}" fill="#666">{escape(name)}</text>')
+                parts.append(f'<text x="{x + 3:.1f}" y="{top - 5}" fill="#666">{escape(name)}</text>')
     bottom = TOP + len(panels) * (HEIGHT + BETWEEN) + 4
     for tick in _ticks(first, last, 8):
         parts.append(f'<text x="{across(tick):.1f}" y="{bottom}" text-anchor="middle">{tick:g}</text>')

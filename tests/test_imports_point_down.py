@@ -17,11 +17,11 @@ ROOMS_BELOW: dict[str, set[str]] = {
     "launch": {"plan"},
     "health": {"plan", "launch"},
     "nvml": {"launch", "health"},
-    "power": {"plan", "nvml"},
+    "power": {"plan", "launch", "health", "nvml"},
     "parallel": {"plan", "launch"},
     "comm": {"plan", "launch", "parallel"},
     "engine": {"plan", "launch", "parallel", "comm"},
-    "lightning": {"plan", "launch", "health", "nvml", "parallel", "comm", "engine"},
+    "lightning": {"plan", "launch", "health", "nvml", "power", "parallel", "comm", "engine"},
     # The hook that names the strategies to Lightning, and what stands on top of everything.
     "_autoload": {"lightning"},
     "callbacks": {"lightning"},

@@ -19,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any, Literal
 
 from lightning_ntp.commands.models import SIZES, add_model, model_tensors, show_bytes
+from lightning_ntp.commands.profiles import profile_lines
 from lightning_ntp.nvml import Gpu, Inventory, inventory
 from lightning_ntp.plan.cost import reshard_cost
 from lightning_ntp.plan.policy import RecoveryPolicy, decide
@@ -203,6 +204,7 @@ def _driver(found: Inventory) -> Check:
         return Check("driver", "warning", f"{found.problem or 'no GPU'}: the health of GPUs is not watched")
     limits = "may" if found.may_set_limits else "may not (that takes root)"
     lines = [f"NVIDIA {found.driver}, {len(found.gpus)} GPUs; this process {limits} set power limits", *found.notes]
+    lines += profile_lines(found.gpus)
     state: State = "warning" if found.problem else "ok"
     return Check("driver", state, "\n".join([*lines, found.problem] if found.problem else lines))
 

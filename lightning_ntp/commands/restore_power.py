@@ -1,4 +1,4 @@
-"""``lightning-ntp restore-power``: put back power limits and clocks that a job has left when it was killed."""
+"""``lightning-ntp restore-power``: put back limits, clocks and profiles that a job has left when it was killed."""
 
 from __future__ import annotations
 
@@ -100,8 +100,9 @@ def _text(entry: Entry, result: Result, dry: bool) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-ntp restore-power",
-        description="Put back power limits and clocks of GPUs on this machine that jobs have left which were killed"
-        " together with their helper. What somebody else has changed since is left as it is. Writing takes root.",
+        description="Put back power limits, clocks and workload power profiles of GPUs on this machine that jobs have"
+        " left which were killed together with their helper. What somebody else has changed since is left as it is."
+        " Writing takes root.",
     )
     parser.add_argument("--dry-run", action="store_true", help="say what would be done; nothing is written")
     parser.add_argument(

@@ -1,6 +1,7 @@
 """The engine floor: what makes a training step. Torch, no Lightning, so that other adapters stay thin."""
 
 from lightning_ntp.engine.clipping import clip_gradients, gradient_norm
+from lightning_ntp.engine.compute_time import ComputeTime
 from lightning_ntp.engine.consistency import all_equal, differing_copies
 from lightning_ntp.engine.events import FILE_NAME, EventLog, describe
 from lightning_ntp.engine.first_step import FirstStepCheck, PeerMismatchError, check_same_batch
@@ -24,6 +25,7 @@ from lightning_ntp.engine.weights import BatchSizeError, LossWeight, batch_size_
 __all__ = [
     "BatchSizeError",
     "Change",
+    "ComputeTime",
     "CopiesDifferError",
     "FILE_NAME",
     "EventLog",

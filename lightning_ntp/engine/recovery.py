@@ -129,6 +129,8 @@ class RecoveryEngine:
         """A rank has left because its script is done. It has passed the last operation of all, so nobody needs more."""
         self.describe: Callable[[], Mapping[str, Any]] = dict
         """More of what the other survivors shall know of this rank; must survive JSON."""
+        self.heed: Callable[[Mapping[int, Mapping[str, Any]]], None] = lambda records: None
+        """Called with what every survivor has brought, whenever they meet, before anything goes on."""
 
     def attach(self, model: ShardedModel, states: Callable[[], Iterable[ShardedState]]) -> None:
         """From now on this model is kept, in place of the one before, and steps are counted anew.
@@ -369,6 +371,7 @@ class RecoveryEngine:
         self._own = self._record()
         recovery = self._runtime.recover(self._own)
         self.records = recovery.records
+        self.heed(recovery.records)
         self.over = any(departure.kind == "left" and not departure.reason for departure in recovery.departures)
         self._lost += tuple(s for s in recovery.lost if s not in self._lost)
         self._count_retries(recovery)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class DeviceWatch(Protocol):
-    """Watches devices, and says which ranks shall end or may start. All of it returns at once."""
+    """Watches devices, and says which ranks shall end or may start. All of it returns at once but :meth:`unfit`."""
 
     def check(self, slots: int) -> None:
         """Before anything starts.
@@ -40,7 +40,10 @@ class DeviceWatch(Protocol):
         """Whether a rank that has left is to be started again once its device is fit for it."""
 
     def unfit(self, slot: int) -> str:
-        """Why the device of a slot is not fit for a new rank; empty if nothing speaks against it."""
+        """Why the device of a slot is not fit for a new rank; empty if nothing speaks against it.
+
+        Asked in a thread of its own, so it may take seconds. If it is not fit, it is asked again after the backoff.
+        """
 
     def pardon(self, slot: int) -> None:
         """A person demands that a slot is started again."""

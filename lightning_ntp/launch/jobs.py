@@ -98,6 +98,30 @@ def health_state(directory: Path) -> Path:
     return directory / "health.json"
 
 
+def power_log(directory: Path) -> Path:
+    """What was done about power so far: one JSON object per line."""
+    return directory / "power.jsonl"
+
+
+def power_state(directory: Path) -> Path:
+    """Power and pace of all replicas at this moment, as one JSON object."""
+    return directory / "power.json"
+
+
+def paces_note(directory: Path) -> Path:
+    """The file in which the launching process says how slow replicas are, as one JSON object: rank 0 moves samples."""
+    return directory / "paces.json"
+
+
+def work_note(directory: Path) -> Path:
+    """The file in which rank 0 says what there is to compute, as one JSON object.
+
+    ``planned``: replica -> compute time at its degree over that at the full one; ``samples``: replica -> samples of a
+    micro-batch; ``tokens``: of a step, 0 if nobody has said it; ``training``: whether a fit is running.
+    """
+    return directory / "work.json"
+
+
 def write_whole(path: Path, content: str) -> None:
     """Write a file that others read at any time: they find all of it, or what was there before."""
     new = path.with_name(f"{path.name}.new")

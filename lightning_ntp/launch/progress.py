@@ -58,9 +58,10 @@ _WORD = 8
 _SEQ, _TICKS, _WAITING, _WAITS_FOR, _TAG, _FLAGS, _GROUPS, _WORKED = range(8)
 _DONE = 8
 """How often each tag's work was completed: words 8 to 15."""
-_TABLE = 16
+_COMPUTED, _MICRO_BATCHES = 16, 17
+_TABLE = 18
 """Pairs: (the group's number, collectives entered on it)."""
-_WORDS = 64
+_WORDS = 66
 _BLIND, _DUMPS, _LEFT = 1, 2, 4
 _SLICE_SECONDS = 0.05
 _INSIDE_OF_STEPS = (Tag.EVALUATION_START, Tag.EVALUATION, Tag.EVALUATION_END, Tag.CHECKPOINT)
@@ -74,7 +75,7 @@ class Progress:
     """The rank's side: says what this process does. Cheap enough for every collective (0.1-1 us a call).
 
     Args:
-        words: Where to write: 64 unsigned numbers of 64 bits.
+        words: Where to write: 66 unsigned numbers of 64 bits.
         beside: The threads beside; those of a former one of this process.
     """
 
@@ -87,6 +88,12 @@ class Progress:
     def beat(self) -> None:
         """Something went on."""
         self._words[_SEQ] += 1
+
+    def computed(self, nanoseconds: int) -> None:
+        """One more micro-batch was computed, in so much time."""
+        words = self._words
+        words[_COMPUTED] += nanoseconds
+        words[_MICRO_BATCHES] += 1
 
     @property
     def tag(self) -> Tag:
@@ -280,6 +287,10 @@ class Sample:
     others in them is left out, and so is what lies between them. Starts again at 0 after a step that could not be
     measured: one that was done again, or in which the members changed. Says nothing if waits are blind.
     """
+    computed_ns: int = 0
+    """Nanoseconds that this rank's replica has computed, forward and backward, without waiting for other replicas."""
+    micro_batches: int = 0
+    """How many micro-batches :attr:`computed_ns` is the sum of."""
 
     @classmethod
     def decode(cls, content: bytes) -> Sample:
@@ -298,6 +309,8 @@ class Sample:
             bool(flags & _DUMPS),
             bool(flags & _LEFT),
             words[_WORKED],
+            words[_COMPUTED],
+            words[_MICRO_BATCHES],
         )
 
 

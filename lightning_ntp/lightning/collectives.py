@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -35,6 +36,8 @@ class ReplicaCollectives:
         transaction: Callable[[], Transaction | None],
     ) -> None:
         self._generation, self._operations, self._transaction = generation, operations, transaction
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what is called inside of a step: it waits for all replicas."""
 
     def barrier(self) -> None:
         self.run("barrier", self._wait)
@@ -150,5 +153,6 @@ class ReplicaCollectives:
         """
         transaction = self._check(what)
         if transaction is not None and transaction.inside:
-            return operation()
+            with self.waiting():
+                return operation()
         return self._operations().run(operation, undo)

@@ -10,6 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_ntp.lightning.dealt_batches import is_plain
 from lightning_ntp.lightning.private import worker_init_function
 
 
@@ -67,10 +68,10 @@ def describe_source(dataloaders: Any) -> str:
 
 def _regular_batches(loader: object, replicas: int) -> tuple[int, int, bool] | None:
     """Samples of a replica, batch size, and whether a smaller last batch is dropped."""
-    # exactly these types: a subclass may deal as it likes
-    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+    if not isinstance(loader, DataLoader) or not is_plain(loader.batch_sampler):
         return None
     sampler, batches = loader.sampler, loader.batch_sampler
+    assert isinstance(batches, BatchSampler)
     if not isinstance(sampler, DistributedSampler) or batches.sampler is not sampler:
         return None
     if type(sampler) not in (DistributedSampler, DistributedSamplerWrapper) or sampler.num_replicas != replicas:

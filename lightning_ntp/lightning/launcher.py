@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_ntp.launch import Outcome, Supervisor, is_rank
 from lightning_ntp.launch.call import Call
 from lightning_ntp.launch.device_watch import DeviceWatch
+from lightning_ntp.launch.device_watches import DeviceWatches
 from lightning_ntp.launch.report import install_excepthook, report
 from lightning_ntp.launch.run import result_of
 from lightning_ntp.launch.supervisor import StartMethod
@@ -175,14 +176,17 @@ class NTPLauncher(_Launcher):
 
 
 def _device_watch(trainer: pl.Trainer | None) -> DeviceWatch | None:
-    """What a callback wants watched from here."""
+    """What callbacks want watched from here."""
     callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
     found = [callback for callback in callbacks if hasattr(callback, "device_watch")]
-    if len(found) > 1:
-        names = ", ".join(type(callback).__name__ for callback in found)
-        raise ValueError(f"{names}: one callback may watch the devices; give one HealthMonitor all of it")
-    watch: DeviceWatch | None = found[0].device_watch() if found else None
-    return watch
+    kinds = [type(callback) for callback in found]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise ValueError(f"callbacks has {kinds.count(kind)} {kind.__name__}: one of each kind; give it all of it")
+    if not found:
+        return None
+    watches: list[DeviceWatch] = [callback.device_watch() for callback in found]
+    return watches[0] if len(watches) == 1 else DeviceWatches(watches)
 
 
 class _WorkerOutput(NamedTuple):

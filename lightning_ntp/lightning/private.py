@@ -233,6 +233,13 @@ def without_sync(trainer: Trainer) -> AbstractContextManager[None]:
     return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
 
 
+def sets_up_training(module: LightningModule | None) -> bool:
+    """Whether the dataloader that is being set up is one of training. 2.6.6: the stage says so; evaluation has its own,
+    within a fit too.
+    """
+    return module is not None and module.trainer.state.stage == RunningStage.TRAINING
+
+
 def enter_training_stage(trainer: Trainer) -> Callable[[], None]:
     """From now on what is logged goes to the training loop; the result goes back. 2.6.6: told by the state's stage."""
     before = trainer.state.stage

@@ -96,6 +96,18 @@ def training_loaders(trainer: Trainer) -> list[Any]:
     return list(loaders.flattened) if loaders is not None else []
 
 
+def drawing(trainer: Trainer) -> object | None:
+    """What draws the indices of this epoch's training batches, of a single loader.
+
+    2.6.6: the iterator of the combined loader has those of its loaders. torch 2.13: that of a loader asks its
+    ``_sampler_iter`` for indices, in the main process, and makes another one for each pass.
+    """
+    combined = trainer.fit_loop._combined_loader
+    iterator: Any = combined._iterator if combined is not None else None
+    iterators = getattr(iterator, "iterators", [])
+    return getattr(iterators[0], "_sampler_iter", None) if len(iterators) == 1 else None
+
+
 def set_sampler_epoch(trainer: Trainer) -> None:
     """2.6.6: ``_FitLoop.on_advance_start`` does so at the beginning of an epoch."""
     for loader in training_loaders(trainer):

@@ -11,9 +11,10 @@ import copy
 import logging
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_ntp.lightning import private
+from lightning_ntp.lightning.dealt_batches import is_plain
 from lightning_ntp.lightning.private import EvaluationLoop
 from lightning_ntp.plan import Topology
 
@@ -89,5 +90,5 @@ def _can_be_shared(loader: Any) -> bool:
         return False
     # not the dataloader's own attributes: predict gets a batch sampler, and then it has none
     sampler = getattr(loader.batch_sampler, "sampler", None)
-    regular = type(loader.batch_sampler) is BatchSampler or private.counts_indices(loader.batch_sampler)
+    regular = is_plain(loader.batch_sampler) or private.counts_indices(loader.batch_sampler)
     return regular and (type(sampler) is DistributedSampler or private.is_prediction_sampler(sampler))

@@ -59,6 +59,7 @@ from lightning_ntp.lightning.preflight import check_model, check_trainer
 from lightning_ntp.lightning.rank_zero import share_logger_versions
 from lightning_ntp.lightning.redundancy import Redundancy
 from lightning_ntp.lightning.relayout import Relayout
+from lightning_ntp.lightning.sample_shares import SampleShares
 from lightning_ntp.lightning.settings import (
     DEFAULT_HEARTBEAT,
     DEFAULT_TIMEOUT,
@@ -191,6 +192,7 @@ class NTPStrategy(ParallelStrategy):
         self._sync: GradientSync | None = None
         self._sync_blocked = False
         self._first_steps: engine.FirstStepCheck | None = None
+        self._compute_time: engine.ComputeTime | None = None
         self._verify: Literal["auto"] | bool = verify
         self._verification: Verification | None = None
         self._resumable: set[Optimizer] = set()
@@ -446,6 +448,8 @@ class NTPStrategy(ParallelStrategy):
             if not self._runtime.joining:
                 self._sync = GradientSync(self.sharded, self.generation, self._runtime.lane, self._bucket_cap_bytes)
             self._first_steps = engine.FirstStepCheck(self.sharded, self.generation)
+            self._compute_time = engine.ComputeTime(self.root_device)
+            self._collectives.waiting = self._compute_time.waiting
         sharded = self.sharded
         private.patch_summaries(trainer, lambda module, depth: UnshardedSummary(module, sharded, depth))
         self.setup_precision_plugin()
@@ -517,7 +521,9 @@ class NTPStrategy(ParallelStrategy):
             Draining(self._runtime, survival.engine, self._leave),
             Relayout(self._runtime, survival.engine, demand),
             arrivals,
+            SampleShares(self._runtime, trainer, self._batches, self.record_event),
         )
+        survival.shares = changes.shares
         changes.install(transaction, self._stop)
         self._stop.drain = self._drain_self
         if self._runtime.joining:
@@ -553,6 +559,41 @@ class NTPStrategy(ParallelStrategy):
         if self._changes is None:
             raise RuntimeError("relayout(): slots can go back to their places only while a fit is running")
         self._changes.relayout.request()
+
+    def share_samples(self, counts: Mapping[int, int] | None) -> None:
+        """Let replicas take other numbers of samples of every global batch, from one of the next training steps on.
+
+        The global batch and its gradient stay the same, and every sample is trained on once per epoch. The newest
+        request counts; the shares hold until the next one, or until a replica comes back that they leave out. On any
+        rank, from any callback of a fit, ``on_train_start`` or later.
+
+        Args:
+            counts: Live replica -> its samples of a whole batch of the dataloaders, at least one each; together as many
+                as a global batch has, ``batch_size`` times the replicas of the launch. None: equally many, as in the
+                launch.
+
+        Raises:
+            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`can_share_samples`.
+            RuntimeError: Outside of a fit.
+        """
+        if self._changes is None:
+            raise RuntimeError("share_samples(): samples can move between replicas only while a fit is running")
+        self._changes.shares.request(counts)
+
+    @property
+    def can_share_samples(self) -> str:
+        """Why :meth:`share_samples` would be refused whatever the counts; empty if it would not.
+
+        It takes a single DataLoader over a map-style dataset, with the sampler that the Trainer has put in.
+        """
+        if self._changes is None:
+            return "samples can move between replicas only while a fit is running"
+        return self._changes.shares.why_not
+
+    @property
+    def sample_shares(self) -> dict[int, int]:
+        """Live replica -> its samples of a whole batch now; empty outside of a fit, or if they cannot be told."""
+        return self._changes.shares.counts if self._changes is not None else {}
 
     def _drain_self(self, reason: str) -> bool:
         return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)
@@ -672,6 +713,8 @@ class NTPStrategy(ParallelStrategy):
         kwargs = self.distributed_sampler_kwargs
         check_sampler(dataloader, kwargs["num_replicas"], kwargs["rank"])
         seed_workers_by_replica(dataloader, kwargs["rank"])
+        if self._changes is not None and private.sets_up_training(self.lightning_module):
+            self._changes.shares.watch(dataloader)
         return dataloader
 
     @override
@@ -750,6 +793,8 @@ class NTPStrategy(ParallelStrategy):
         if self._verification.due:
             assert self._first_steps is not None and self._sync is not None
             self._verification.run(step, batch, self._first_steps, self._sync)
+        assert self._compute_time is not None
+        self._compute_time.begin()
         return step(batch)
 
     @override
@@ -795,7 +840,9 @@ class NTPStrategy(ParallelStrategy):
         self._transaction.before_backward()
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        share = self._batches.loss_share()
+        assert self._compute_time is not None
+        with self._compute_time.waiting():
+            share = self._batches.loss_share()
         checks = self._first_steps.begin()
         # such a backward runs without overlap: its local gradients are looked at before they are summed
         self._sync.prepare()
@@ -812,6 +859,7 @@ class NTPStrategy(ParallelStrategy):
             self._first_steps.run()
             if not self._sync_blocked:
                 self._sync.begin()
+        self._compute_time.end()
         self._reach("sync")
         if self._sync_blocked:
             self._sync.release()
@@ -1137,6 +1185,8 @@ class NTPStrategy(ParallelStrategy):
             private.restore_signal_handlers(self.lightning_module.trainer)
         self._stop.uninstall()
         self._whole.registered.clear()
+        if self._changes is not None:
+            self._changes.shares.end()
         self._stop.riders, self._changes = [], None
         if self._survival is not None:
             if self._is_done():

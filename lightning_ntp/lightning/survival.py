@@ -30,6 +30,7 @@ from lightning_ntp.launch.report import describe, report
 from lightning_ntp.lightning.checkpoint_io import newest_checkpoint
 from lightning_ntp.lightning.evaluation import Evaluation
 from lightning_ntp.lightning.rank_zero import hand_over_rank_zero, remember_rows, take_over_rank_zero
+from lightning_ntp.lightning.sample_shares import SampleShares
 from lightning_ntp.lightning.steps.deferred_rows import DeferredRows
 from lightning_ntp.lightning.steps.transaction import Transaction
 from lightning_ntp.plan.policy import RecoveryPolicy
@@ -79,7 +80,7 @@ class Survival:
         self._runtime = current
         self.engine = engine.RecoveryEngine(current, self._changed)
         self.operations = engine.Operations(self)
-        self.engine.describe = self._record
+        self.engine.describe, self.engine.heed = self._record, self._heed
         self.rows = DeferredRows()
         self.transaction: Transaction | None = None
         self.evaluation: Evaluation | None = None
@@ -95,6 +96,8 @@ class Survival:
         """Whether this rank could give the open step from its beginning to somebody who joins in its replay."""
         self.renew: Callable[[int], None] = lambda committed: None
         """Called when a change is complete, with the committed steps: makes new copies for neighbours."""
+        self.shares: SampleShares | None = None
+        """Of the running fit."""
         self._forwards = False
         """The change that is under way found this rank in the vote on a step that others had committed."""
 
@@ -148,6 +151,7 @@ class Survival:
         self.transaction = self.evaluation = None
         self.renew = lambda committed: None
         self.can_replay = lambda: False
+        self.shares = None
         self.rows.uninstall()
 
     def judge(self, error: BaseException) -> BaseException:
@@ -298,7 +302,12 @@ class Survival:
             "loaded": self._loaded(),
             "open": self.transaction is not None and self.transaction.inside and self.can_replay(),
             "standby": self._runtime.membership.roster.standby,
+            **(self.shares.record() if self.shares is not None else {}),
         }
+
+    def _heed(self, records: Mapping[int, Mapping[str, Any]]) -> None:
+        if self.shares is not None:
+            self.shares.heed(records)
 
     def record(self, event: str, **details: Any) -> None:
         """Append an event to the run's file, if this rank is the one that writes."""

@@ -3,8 +3,22 @@
 Importing it brings in no pynvml: only the process that asks needs it.
 """
 
+from lightning_ntp.nvml.bounds import PowerBounds, power_bounds
 from lightning_ntp.nvml.inventory import Gpu, Inventory, find, inventory
+from lightning_ntp.nvml.profiles import Profile, Profiles
 from lightning_ntp.nvml.readings import Link, Reading
 from lightning_ntp.nvml.source import NvmlSource
 
-__all__ = ["Gpu", "Inventory", "Link", "NvmlSource", "Reading", "find", "inventory"]
+__all__ = [
+    "Gpu",
+    "Inventory",
+    "Link",
+    "NvmlSource",
+    "PowerBounds",
+    "Profile",
+    "Profiles",
+    "Reading",
+    "find",
+    "inventory",
+    "power_bounds",
+]

@@ -104,12 +104,14 @@ class Changes:
     def _with_former(self, reading: Reading) -> Reading:
         """What could not be read this time is as it was: of a device that says nothing, everything, and as old."""
         former = self._former
+        kept = frozenset(former.values) - frozenset(reading.values)
         return Reading(
             self._gpu,
             reading.at if reading.values else former.at,
             {**former.values, **reading.values},
             {**former.links, **reading.links},
             former.unsupported if former.values else reading.unsupported,
+            kept if reading.values else former.kept,
         )
 
     # ---- what begins and ends ---------------------------------------------------------------------------------

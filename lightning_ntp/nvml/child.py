@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,25 @@ class Child:
             if code < 0:
                 return f"it was killed ({signal.Signals(-code).name})"
         return f"it has ended with code {code}"
+
+
+def ask_once(arguments: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """The messages of a process that answers and ends, then ``silent`` with the reason if it has not ended by itself.
+
+    Args:
+        arguments: For :func:`lightning_ntp.nvml.process.main`.
+        seconds: The longest that it may take: a driver that hangs costs that.
+    """
+    deadline = time.monotonic() + seconds
+    with contextlib.closing(Child(arguments)) as child:
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                yield from child.receive(left)
+        except ChildGone as gone:
+            if not gone.in_order:
+                yield {"silent": f"the process that asks the driver is gone: {gone}"}
+            return
+    yield {"silent": f"the driver has not answered everything within {seconds:g} s"}
 
 
 def _reap() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-SUCCESS, UNINITIALIZED, NOT_FOUND, FUNCTION_NOT_FOUND = 0, 1, 6, 13
+SUCCESS, UNINITIALIZED, NOT_SUPPORTED, NOT_FOUND, FUNCTION_NOT_FOUND = 0, 1, 3, 6, 13
 
 
 class Kind(Enum):

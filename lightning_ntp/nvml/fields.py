@@ -30,10 +30,13 @@ class Field:
 
 DEVICE_FIELDS = (
     Field("recovery_action", nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION),
+    Field("ecc_corrected_total", nvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL),
     Field("ecc_uncorrected_total", nvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL),
     Field("power_w", nvml.NVML_FI_DEV_POWER_INSTANT, factor=1e-3),
     Field("power_average_w", nvml.NVML_FI_DEV_POWER_AVERAGE, factor=1e-3),
+    # in force, which other limits may be too; and as it was set
     Field("power_limit_w", nvml.NVML_FI_DEV_POWER_CURRENT_LIMIT, factor=1e-3),
+    Field("power_limit_set_w", nvml.NVML_FI_DEV_POWER_REQUESTED_LIMIT, factor=1e-3),
     Field("power_limit_default_w", nvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT, factor=1e-3),
     Field("energy_j", nvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION, factor=1e-3),
     Field("memory_temperature_c", nvml.NVML_FI_DEV_MEMORY_TEMP),

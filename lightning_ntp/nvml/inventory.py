@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_ntp.nvml.child import Child, ChildGone
+from lightning_ntp.nvml.child import ask_once
 from lightning_ntp.nvml.fabric import fabric_ills
+from lightning_ntp.nvml.profiles import Profiles
 from lightning_ntp.nvml.readings import SIGNALS, Reading
 
 _CAP_SYS_ADMIN = 21
@@ -29,6 +28,7 @@ class Gpu:
         power_limits_w: The lowest and the highest limit that can be set, in W; empty if none can.
         reading: What it says; None if nothing.
         problem: Why it does not say everything, if so.
+        profiles: Its workload power profiles; None if it has none, or does not say them.
     """
 
     index: int
@@ -38,6 +38,7 @@ class Gpu:
     power_limits_w: tuple[float, ...] = ()
     reading: Reading | None = None
     problem: str = ""
+    profiles: Profiles | None = None
 
     @property
     def supported(self) -> frozenset[str]:
@@ -97,7 +98,7 @@ def inventory(seconds: float = 10.0) -> Inventory:
         seconds: The longest that it may take; devices that have not answered by then say so.
     """
     driver, problem, count, notes, found = "", "", 0, [], {}
-    for message in _answers(["inventory"], seconds):
+    for message in ask_once(["inventory"], seconds):
         if "off" in message:
             problem = message["off"]
         elif "driver" in message:
@@ -124,24 +125,10 @@ def find(uuids: Sequence[str], seconds: float = 10.0) -> list[str]:
     Returns:
         In the order of ``uuids``; nothing if there is no driver, or none that answers in time.
     """
-    for message in _answers(["find", *uuids], seconds) if uuids else ():
+    for message in ask_once(["find", *uuids], seconds) if uuids else ():
         if "missing" in message:
             return list(message["missing"])
     return []
-
-
-def _answers(arguments: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
-    """The messages of a process, then ``silent`` with the reason if it has not ended by itself."""
-    deadline = time.monotonic() + seconds
-    with closing(Child(arguments)) as child:
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                yield from child.receive(left)
-        except ChildGone as gone:
-            if not gone.in_order:
-                yield {"silent": f"the process that asks the driver is gone: {gone}"}
-            return
-    yield {"silent": f"the driver has not answered everything within {seconds:g} s"}
 
 
 def _gpu(message: dict[str, Any]) -> Gpu:
@@ -154,6 +141,7 @@ def _gpu(message: dict[str, Any]) -> Gpu:
         tuple(message.get("power_limits_w", ())),
         Reading.from_message(reading) if reading else None,
         message["problem"],
+        Profiles.from_message(message["profiles"]) if message.get("profiles") else None,
     )
 
 

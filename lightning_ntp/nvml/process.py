@@ -126,16 +126,18 @@ class _Monitor:
 
 
 def main() -> None:
-    """``watch``, ``inventory`` or ``find``, then the parent's pid, then UUIDs to find."""
+    """``watch``, ``inventory``, ``find`` or ``bounds``, then the parent's pid, then UUIDs of the last two."""
     what, parent, *uuids = sys.argv[1:] if len(sys.argv) > 1 else ["watch", str(os.getppid())]
     if what == "watch":
         watch(int(parent))
         return
-    from lightning_ntp.nvml.survey import find, survey
+    from lightning_ntp.nvml.survey import bounds, find, survey
 
     outlet = begin(int(parent))
     if what == "find":
         find(outlet, uuids)
+    elif what == "bounds":
+        bounds(outlet, uuids)
     else:
         survey(outlet)
     os._exit(0)

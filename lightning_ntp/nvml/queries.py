@@ -25,11 +25,13 @@ class Query:
         name: Unique; what the device supports is remembered under it.
         read: Given what calls, the handle and what is known already; gives values by name.
         unless: Not made if this value is known already.
+        unless_failed: Not made if this query has failed, but is supported: what it gives is not quite the same.
     """
 
     name: str
     read: Callable[[Ask, Any, Mapping[str, float]], Values]
     unless: str = ""
+    unless_failed: str = ""
 
 
 def _ecc_dram(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
@@ -40,9 +42,20 @@ def _ecc_sram(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
     return {"ecc_uncorrected_sram": _uncorrected(ask, handle, nvml.NVML_MEMORY_LOCATION_SRAM)}
 
 
+def _ecc_corrected(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
+    kind, places = (
+        nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+        (nvml.NVML_MEMORY_LOCATION_DRAM, nvml.NVML_MEMORY_LOCATION_SRAM),
+    )
+    return {"ecc_corrected_total": sum(_memory_errors(ask, handle, kind, place) for place in places)}
+
+
 def _uncorrected(ask: Ask, handle: Any, location: int) -> float:
-    kind, since = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
-    return float(ask("nvmlDeviceGetMemoryErrorCounter", handle, kind, since, location))
+    return _memory_errors(ask, handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, location)
+
+
+def _memory_errors(ask: Ask, handle: Any, kind: int, location: int) -> float:
+    return float(ask("nvmlDeviceGetMemoryErrorCounter", handle, kind, nvml.NVML_VOLATILE_ECC, location))
 
 
 def _sram(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
@@ -127,6 +140,10 @@ def _power_limit(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
     return {"power_limit_w": ask("nvmlDeviceGetEnforcedPowerLimit", handle) * 1e-3}
 
 
+def _power_limit_set(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
+    return {"power_limit_set_w": ask("nvmlDeviceGetPowerManagementLimit", handle) * 1e-3}
+
+
 def _energy(ask: Ask, handle: Any, _: Mapping[str, float]) -> Values:
     return {"energy_j": ask("nvmlDeviceGetTotalEnergyConsumption", handle) * 1e-3}
 
@@ -144,14 +161,16 @@ QUERIES = (
     Query("fabric_v2", _fabric_v2, unless="fabric_state"),
     Query("temperature", _temperature),
     Query("margin", _margin),
-    Query("margin_to_threshold", _margin_to_threshold, unless="temperature_margin_c"),
+    Query("margin_to_threshold", _margin_to_threshold, unless="temperature_margin_c", unless_failed="margin"),
     Query("clocks_event_reasons", _clocks_event_reasons),
     Query("sm_clock", _sm_clock),
     Query("memory", _memory),
     # what older devices do not have as a field
     Query("power", _power, unless="power_w"),
     Query("power_limit", _power_limit, unless="power_limit_w"),
+    Query("power_limit_set", _power_limit_set, unless="power_limit_set_w"),
     Query("energy", _energy, unless="energy_j"),
     Query("pcie_replays", _pcie_replays, unless="pcie_replays"),
+    Query("ecc_corrected", _ecc_corrected, unless="ecc_corrected_total"),
 )
 """In this order: later ones use what earlier ones have given."""

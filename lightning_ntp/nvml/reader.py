@@ -168,7 +168,7 @@ class DeviceReader:
 
     def _read_queries(self, poll: Poll) -> None:
         for query in QUERIES:
-            if query.unless and query.unless in self._values:
+            if query.unless in self._values or query.unless_failed in poll.errors:
                 continue
             self._values |= self._first_answer(query.name, partial(self._read_query, query), poll) or {}
 

@@ -53,6 +53,7 @@ class Reading:
             a count, a flag or a code of NVML).
         links: NVLinks by number.
         unsupported: Signals (:data:`SIGNALS`) of which the device says nothing: unknown, which is not healthy.
+        kept: Names of values that could not be read this time, and are as they were.
     """
 
     gpu: str
@@ -60,6 +61,7 @@ class Reading:
     values: Mapping[str, float] = field(default_factory=dict)
     links: Mapping[int, Link] = field(default_factory=dict)
     unsupported: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
 
     @property
     def age(self) -> float:
@@ -73,9 +75,11 @@ class Reading:
             "values": dict(self.values),
             "links": [[number, link.state, link.errors] for number, link in self.links.items()],
             "unsupported": sorted(self.unsupported),
+            "kept": sorted(self.kept),
         }
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Reading:
         links = {number: Link(state, errors) for number, state, errors in message["links"]}
-        return cls(message["gpu"], message["at"], message["values"], links, frozenset(message["unsupported"]))
+        unsupported, kept = frozenset(message["unsupported"]), frozenset(message["kept"])
+        return cls(message["gpu"], message["at"], message["values"], links, unsupported, kept)

@@ -1,16 +1,19 @@
-"""The process's side of questions that are asked once: which devices there are, and which are not."""
+"""The process's side of questions that are asked once: which devices there are, which are not, and how much power."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_ntp.nvml.errors import NOT_FOUND, CallError, Kind
 from lightning_ntp.nvml.library import Library, Renewed
+from lightning_ntp.nvml.profiles import read_profiles
 from lightning_ntp.nvml.protocol import Outlet
 from lightning_ntp.nvml.reader import DeviceReader
 
+_GRAPHICS = 0
+"""NVML_CLOCK_GRAPHICS."""
 _MOST_LOOK_AHEAD = 64
 """MIG instances of a device are numbered with gaps."""
 
@@ -31,6 +34,13 @@ def find(outlet: Outlet, uuids: Iterable[str]) -> None:
     outlet.send(missing=missing)
 
 
+def bounds(outlet: Outlet, uuids: Iterable[str]) -> None:
+    """Say the power bounds of devices, each as soon as it has answered."""
+    library = _started(outlet)
+    if library is not None:
+        _side_by_side(_say_bounds, [(outlet, library, uuid) for uuid in uuids])
+
+
 def survey(outlet: Outlet) -> None:
     """Say which devices there are, each as soon as it has answered."""
     library = _started(outlet)
@@ -43,8 +53,12 @@ def survey(outlet: Outlet) -> None:
     except CallError as error:
         outlet.send(off=str(error))
         return
-    # one that hangs does not hold up what others have to say
-    threads = [threading.Thread(target=_describe, args=(outlet, library, index), daemon=True) for index in range(count)]
+    _side_by_side(_describe, [(outlet, library, index) for index in range(count)])
+
+
+def _side_by_side(run: Callable[..., None], arguments: Iterable[tuple[Any, ...]]) -> None:
+    """One that hangs does not hold up what others have to say."""
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in arguments]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -80,12 +94,39 @@ def _describe(outlet: Outlet, library: Library, index: int) -> None:
         problems = [poll.lost] if poll.lost else list(poll.errors.values())
         gpu["problem"] = "; ".join(map(str, problems))
         gpu["notes"] = poll.notes
+        gpu["profiles"] = _profiles(ask, handle, gpu)
         gpu["power_limits_w"] = [limit * 1e-3 for limit in _power_limits(ask, handle)]
     except CallError as error:
         gpu["problem"] = gpu["problem"] or str(error)
     except Renewed:  # nobody does that here
         gpu["problem"] = "NVML was started again"
     outlet.send(gpu=gpu)
+
+
+def _say_bounds(outlet: Outlet, library: Library, uuid: str) -> None:
+    def ask(name: str, *arguments: Any) -> Any:
+        return library.ask(name, uuid, library.epoch, *arguments)
+
+    try:
+        handle = ask("nvmlDeviceGetHandleByUUID", uuid)
+        lowest, highest = ask("nvmlDeviceGetPowerManagementLimitConstraints", handle)
+        limits = [ask("nvmlDeviceGetPowerManagementLimit", handle), lowest, highest]
+        clock = _max_clock(ask, handle)
+    except CallError as error:
+        outlet.send(bounds=uuid, why=str(error))
+    except Renewed:  # nobody does that here
+        outlet.send(bounds=uuid, why="NVML was started again")
+    else:
+        outlet.send(bounds=uuid, limits_mw=limits, max_clock_mhz=clock)
+
+
+def _max_clock(ask: Any, handle: Any) -> int | None:
+    try:
+        return int(ask("nvmlDeviceGetMaxClockInfo", handle, _GRAPHICS))
+    except CallError as error:
+        if error.kind in (Kind.UNSUPPORTED, Kind.PERMISSION):
+            return None
+        raise
 
 
 def _mig_instances(ask: Any, handle: Any) -> list[str]:
@@ -112,3 +153,15 @@ def _power_limits(ask: Any, handle: Any) -> list[int]:
         if error.kind in (Kind.UNSUPPORTED, Kind.PERMISSION):
             return []
         raise
+
+
+def _profiles(ask: Any, handle: Any, gpu: dict[str, Any]) -> dict[str, Any] | None:
+    try:
+        found = read_profiles(lambda name, *arguments: ask(name, handle, *arguments))
+    except CallError as error:
+        if error.kind in (Kind.LOST, Kind.RESET, Kind.DRIVER):
+            raise
+        if error.kind is not Kind.UNSUPPORTED:  # nothing that training needs: no problem of the device
+            gpu["notes"].append(f"{gpu['uuid']}: {error}: its workload power profiles are not known")
+        return None
+    return found.to_message() if found.supported else None

@@ -20,8 +20,8 @@ class Answer:
         status: ``done``, or what kept it from being done; ``denied`` if the helper may not write, ``lost`` if there is
             none.
         why: In words, if it is not done.
-        values: What came along: ``limit_w``, ``clocks_mhz``, of a GPU that was taken also ``minimum_w``, ``ceiling_w``
-            and ``maximum_w``.
+        values: What came along: ``limit_w``, ``clocks_mhz``, ``profiles``, of a GPU that was taken also ``minimum_w``,
+            ``ceiling_w`` and ``maximum_w``.
     """
 
     gpu: str

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_ntp.power.answers import Answer, answer_of
-from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT
+from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, PROFILE
 from lightning_ntp.power.requests import Setting, setting_record
 
 _BOOTSTRAP = (
@@ -40,8 +40,19 @@ def locked_clocks(gpu: str, range_mhz: tuple[int, int] | None) -> Setting:
     return Setting(gpu, CLOCKS, range_mhz)
 
 
+def workload_profiles(gpu: str, profiles: Iterable[int]) -> Setting:
+    """Workload power profiles to be requested of a GPU (Blackwell), in place of those that are; none clears them.
+
+    Args:
+        gpu: UUID.
+        profiles: Their numbers (:class:`lightning_ntp.nvml.Profile`). Which ones the GPU has,
+            :func:`lightning_ntp.nvml.inventory` says.
+    """
+    return Setting(gpu, PROFILE, frozenset(map(int, profiles)))
+
+
 class PowerHelper:
-    """Has power limits and clocks written. Any thread may call; no method raises for what the helper or driver does.
+    """Has limits, clocks and profiles written. Any thread may call; no method raises for what helper or driver do.
 
     While it is open a thread pings the helper. Once this process ends or stops, everything is put back.
 
@@ -94,13 +105,14 @@ class PowerHelper:
         """Why there is no helper; empty if there is one."""
         return self._why
 
-    def open(self, gpus: Sequence[str]) -> dict[str, Answer]:
+    def open(self, gpus: Sequence[str], clocks_mhz: tuple[int, int] | None = None) -> dict[str, Answer]:
         """Start or find the helper, and take GPUs; again: put back what it had, and take these.
 
         After its helper was lost it has none for good: make another one.
 
         Args:
             gpus: UUIDs.
+            clocks_mhz: The range in MHz to which their clocks are locked already, which no call says: what is put back.
 
         Returns:
             By UUID: its limits, or why it cannot be had.
@@ -115,14 +127,15 @@ class PowerHelper:
                 self._why = ""
                 for run in (self._listen, self._ping):
                     threading.Thread(target=run, name="ntp-power", daemon=True).start()
-        answer = self._ask(do="hello", job=self._job, gpus=list(gpus))
+        locked = {} if clocks_mhz is None else {"clocks_mhz": list(clocks_mhz)}
+        answer = self._ask(do="hello", job=self._job, gpus=list(gpus), **locked)
         return {gpu: answer_of(gpu, answer.get("gpus", {}).get(gpu), answer) for gpu in gpus}
 
     def set(self, *settings: Setting) -> list[Answer]:
         """Write values. Lower ones are written first, and higher ones only if those are done.
 
         Args:
-            settings: From :func:`power_limit` and :func:`locked_clocks`.
+            settings: From :func:`power_limit`, :func:`locked_clocks` and :func:`workload_profiles`.
 
         Returns:
             What has become of each, in their order.
@@ -144,7 +157,8 @@ class PowerHelper:
         return {name: answer_of(name, each, answer) for name, each in found.items()}
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Every GPU that a client of the helper has: its job, its limit in W, its clocks in MHz."""
+        """Every GPU that a client of the helper has: its job, its limit in W, its clocks in MHz, the numbers of
+        the profiles that were requested; None of what it has not moved but the limit."""
         return dict(self._ask(do="state").get("gpus", {}))
 
     def close(self) -> None:

@@ -55,6 +55,9 @@ class Allowance:
         return True
 
 
+_HUNG_UP = "it has hung up"
+
+
 class Connection:
     """See the module.
 
@@ -65,6 +68,7 @@ class Connection:
         terms: What it may do.
         name: For the log.
         say: For the log.
+        quiet: Whether what is usual is no news: it is the only client, and says itself what it was refused.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class Connection:
         terms: Terms,
         name: str,
         say: Say,
+        quiet: bool = False,
     ) -> None:
+        self._quiet = quiet
         self._reader, self._writer, self._desk, self._terms = reader, writer, desk, terms
         self._name, self._log = name, say
         self._lines = Allowance(_LINES_PER_SECOND)
@@ -93,7 +99,8 @@ class Connection:
         finally:
             worker.cancel()
             self._desk.leave(self)
-            self._log(f"{self._name} is gone: {why}")
+            if not self._quiet or why != _HUNG_UP:
+                self._log(f"{self._name} is gone: {why}")
             self.send(ended=why)
             self._writer.close()
 
@@ -115,7 +122,7 @@ class Connection:
             except OSError as error:
                 return f"it cannot be heard: {error.strerror}"
             if not line.endswith(b"\n"):
-                return "it has hung up"
+                return _HUNG_UP
             self._take(line)
             await asyncio.sleep(0)  # others' turn, also if there are more lines already
 
@@ -144,8 +151,9 @@ class Connection:
 
     async def _answer(self, request: Request) -> dict[str, Any]:
         if request.do == "hello":
-            taken = await self._desk.hello(self, request.job, request.gpus)
-            self._log(f"{self._name} is job {request.job!r} with {len(request.gpus)} GPUs")
+            taken = await self._desk.hello(self, request.job, request.gpus, request.clocks_mhz)
+            if not self._quiet:
+                self._log(f"{self._name} is job {request.job!r} with {len(request.gpus)} GPUs")
             return {"lease_s": self._terms.lease, "gpus": {gpu: self._opened(gpu, each) for gpu, each in taken.items()}}
         if request.do == "set":
             return {"settings": await self._set(request)}
@@ -185,7 +193,7 @@ class Connection:
         return {"status": result.status.value, "why": result.why}
 
     def _refused(self, what: str) -> None:
-        if self._lines.take(1):
+        if not self._quiet and self._lines.take(1):
             self._log(f"{self._name}: {what}")
 
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT
+from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, PROFILE
 from lightning_ntp.power.hand import Hand, Open
 from lightning_ntp.power.journal import Journal, Leftovers
 from lightning_ntp.power.levers import Levers, Nvml
@@ -65,12 +65,14 @@ class Desk:
         self._leftovers = Leftovers(self._journal)
         self._places: dict[str, Place] = {}
 
-    async def hello(self, client: object, job: str, gpus: Sequence[str]) -> dict[str, Open | Result]:
+    async def hello(
+        self, client: object, job: str, gpus: Sequence[str], clocks_mhz: tuple[int, int] | None = None
+    ) -> dict[str, Open | Result]:
         """Take GPUs for a client; what it had besides is put back."""
         for place in self._held(client):
             if place.hand.gpu not in gpus:
                 self._give_back(place)
-        answers = await asyncio.gather(*(self._take(client, job, gpu) for gpu in gpus))
+        answers = await asyncio.gather(*(self._take(client, job, gpu, clocks_mhz) for gpu in gpus))
         return dict(zip(gpus, answers, strict=True))
 
     async def set(self, client: object, settings: Sequence[Setting]) -> list[Result]:
@@ -99,11 +101,12 @@ class Desk:
             if place.holder is None and place.leaving is None:
                 continue
             values = place.hand.known()[1]
-            limit = values.get(POWER_LIMIT)
+            limit, profiles = values.get(POWER_LIMIT), values.get(PROFILE)
             state[gpu] = {
                 "job": place.job,
                 "limit_w": limit / 1000 if isinstance(limit, int) else None,
                 "clocks_mhz": values.get(CLOCKS),
+                "profiles": sorted(profiles) if isinstance(profiles, frozenset) else None,
                 "leaving": place.leaving is not None,
             }
         return state
@@ -149,7 +152,7 @@ class Desk:
 
     # ---- one GPU ----------------------------------------------------------------------------------------------
 
-    async def _take(self, client: object, job: str, gpu: str) -> Open | Result:
+    async def _take(self, client: object, job: str, gpu: str, clocks_mhz: tuple[int, int] | None) -> Open | Result:
         place = self._place(gpu)
         if place is None:
             return Result(Status.REFUSED, f"the helper has no room for more than {_MOST_PLACES} GPUs")
@@ -158,7 +161,7 @@ class Desk:
         if place.holder not in (None, client):
             return Result(Status.REFUSED, f"it is in use by job {place.job!r}")
         place.holder, place.job = client, job
-        answer = await self._ask(place, lambda: place.hand.open(job), _OPEN_SECONDS)
+        answer = await self._ask(place, lambda: place.hand.open(job, clocks_mhz), _OPEN_SECONDS)
         if isinstance(answer, Result):
             self._give_back(place)
         return answer

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lightning_ntp.nvml.errors import CallError
-from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, Value, same, show
+from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, Value, same, show, unlike
 from lightning_ntp.power.journal import LEVERS, Journal, Leftovers, Taken
 from lightning_ntp.power.levers import Bounds, Levers
 from lightning_ntp.power.putting_back import Result, Status, failure, put_back
@@ -62,8 +62,12 @@ class Hand:
         with self._guard:
             return self._open, dict(self._values)
 
-    def open(self, job: str) -> Open | Result:
+    def open(self, job: str, clocks_mhz: tuple[int, int] | None = None) -> Open | Result:
         """Take the GPU for a job.
+
+        Args:
+            job: Its name.
+            clocks_mhz: The range to which its clocks are locked already, as the job knows it: no call says it.
 
         Returns:
             What may be done with it, or why nothing may.
@@ -90,27 +94,35 @@ class Hand:
         except CallError as error:
             self._unclaim()
             return failure(error)
+        if clocks_mhz is not None and not _fits(clocks_mhz, bounds.clocks_mhz):
+            self._unclaim()
+            between = f"between {bounds.clocks_mhz[0]} and {bounds.clocks_mhz[1]} MHz" if bounds.clocks_mhz else "known"
+            return Result(
+                Status.REFUSED, f"its clocks are locked to {clocks_mhz}, says the job, which is not {between}"
+            )
         ceiling = bounds.limit_mw[1] if self._ceiling == MAXIMUM else min(limit, bounds.limit_mw[1])
         opened = Open(limit, bounds, ceiling)
         with self._guard:
-            self._open, self._job, self._values = opened, job, {POWER_LIMIT: limit, CLOCKS: None}
+            self._open, self._job, self._values = opened, job, {POWER_LIMIT: limit, CLOCKS: clocks_mhz}
         return opened
 
     def move(self, lever: str, value: Value) -> Result:
         """Write a value.
 
         Args:
-            lever: ``power_limit`` or ``clocks``.
+            lever: ``power_limit``, ``clocks`` or ``profile``.
             value: As in :data:`~lightning_ntp.power.entries.Value`.
 
         Returns:
             What has become of it. Raises nothing of NVML's or of the disk's.
         """
-        why = self._refusal(lever, value)
-        if why:
-            return Result(Status.REFUSED, why)
         try:
-            return self._move_limit(value) if isinstance(value, int) else self._move_clocks(value)
+            why = self._refusal(lever, value)
+            if why:
+                return Result(Status.REFUSED, why)
+            if value is None or isinstance(value, tuple):
+                return self._move_clocks(value)
+            return self._move_what_can_be_read(lever, value)
         except CallError as error:
             return failure(error)
         except OSError as error:
@@ -163,7 +175,12 @@ class Hand:
     # ---- one lever --------------------------------------------------------------------------------------------
 
     def _refusal(self, lever: str, value: Value) -> str:
-        """Why a value may not be written; empty if it may."""
+        """Why a value may not be written; empty if it may.
+
+        Raises:
+            CallError: If the GPU does not say which profiles it has. It is only asked when one is wanted: a driver that
+                has trouble with them keeps nobody from the other levers.
+        """
         opened, _ = self.known()
         if opened is None:
             return "it was not taken"
@@ -174,6 +191,8 @@ class Hand:
             if not lowest <= value <= highest:
                 between = f"{lowest / 1000:g} and {highest / 1000:g} W"
                 return f"{value / 1000:g} W is not between {between}, the minimum and the ceiling"
+        elif isinstance(value, frozenset):
+            return self._levers.profiles().refusal(value)
         elif value is not None:
             if opened.bounds.clocks_mhz is None:
                 return "it does not say which clocks it has"
@@ -182,35 +201,32 @@ class Hand:
                 return f"{show(lever, value)} is no range between {lowest} and {highest} MHz"
         return ""
 
-    def _move_limit(self, value: int) -> Result:
-        now = self._levers.limit()
-        entry = self._journal.get(self.gpu, POWER_LIMIT)
-        opened, values = self.known()
-        assert opened is not None
-        expected = values[POWER_LIMIT] if entry is None else entry.first
-        if not same(now, expected) and (entry is None or not entry.is_ours(now)):
+    def _move_what_can_be_read(self, lever: str, value: int | frozenset[int]) -> Result:
+        now = self._levers.read(lever)
+        entry = self._journal.get(self.gpu, lever)
+        known = self.known()[1].get(lever, now)
+        if not same(now, known if entry is None else entry.first) and (entry is None or not entry.is_ours(now)):
             # written over, it would be lost which one somebody wants
-            what = f"the limit is {show(POWER_LIMIT, now)}, not the {show(POWER_LIMIT, values[POWER_LIMIT])} of before"
-            self._foreign[POWER_LIMIT] = f"{what}: somebody else has changed it, or the GPU was reset"
-            self._say(f"{self.gpu}: {self._foreign[POWER_LIMIT]}; it is left as it is")
-            self._forget(POWER_LIMIT)
-            self._know(POWER_LIMIT, now)
-            return Result(Status.REFUSED, f"{self._foreign[POWER_LIMIT]}; say hello again to begin from there", now)
-        self._journal.record(self.gpu, POWER_LIMIT, now, value, self._job)
+            what = unlike(lever, now, known, written=False)
+            self._foreign[lever] = f"{what}: somebody else has changed it, or the GPU was reset"
+            self._say(f"{self.gpu}: {self._foreign[lever]}; it is left as it is")
+            self._forget(lever)
+            self._know(lever, now)
+            return Result(Status.REFUSED, f"{self._foreign[lever]}; say hello again to begin from there", now)
+        self._journal.record(self.gpu, lever, now, value, self._job)
         error: CallError | None = None
         try:
-            self._levers.set_limit(value)
+            self._levers.write(value)
         except CallError as refused:
             error = refused  # which need not mean that nothing was written
-        # a value that is neither is the driver's own idea of it: rather a race lost once than a limit never put back
-        now = self._levers.limit()
-        self._journal.settle(self.gpu, POWER_LIMIT, now)
-        self._know(POWER_LIMIT, now)
+        # a value that is neither is the driver's own idea of it: rather a race lost once than one never put back
+        now = self._levers.read(lever)
+        self._journal.settle(self.gpu, lever, now)
+        self._know(lever, now)
         if error is not None:
             return replace(failure(error), now=now)
         if not same(now, value):
-            what = f"{show(POWER_LIMIT, value)} were written, but it is {show(POWER_LIMIT, now)}"
-            return Result(Status.FAILED, what, now)
+            return Result(Status.FAILED, unlike(lever, now, value), now)
         return Result(Status.DONE, now=now)
 
     def _move_clocks(self, value: tuple[int, int] | None) -> Result:
@@ -269,6 +285,10 @@ class Hand:
         if line not in self._said:
             self._said.add(line)
             self._say(line)
+
+
+def _fits(clocks_mhz: tuple[int, int], bounds: tuple[int, int] | None) -> bool:
+    return bounds is not None and bounds[0] <= clocks_mhz[0] <= clocks_mhz[1] <= bounds[1]
 
 
 def _worst(results: list[Result]) -> Result:

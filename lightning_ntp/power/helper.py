@@ -1,4 +1,4 @@
-"""The helper: the only process that writes limits and clocks (``python -m lightning_ntp.power``).
+"""The helper: the only process that writes limits, clocks and profiles (``python -m lightning_ntp.power``).
 
 As a child of a launching process it has one client, its parent, at the other end of a pair of sockets, and ends with
 it. Alone, under sudo or systemd, it listens on a socket. However it ends, short of being killed, it puts back first.
@@ -27,6 +27,8 @@ _PARENT_SECONDS = 0.2
 """Between two looks whether the parent lives: somebody else may hold its end of the sockets too."""
 _CREDENTIALS = struct.Struct("3i")
 """``struct ucred``: pid, uid, gid (unix(7))."""
+_DONE = "its only client is gone"
+"""Why a child ends in good order."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,8 @@ class Helper:
             self._log.say(f"the helper has failed: {error!r}")
         finally:
             with contextlib.suppress(Exception):
-                self._log.say(f"the helper ends: {self._why or 'its own mistake'}")
+                if self._why != _DONE:
+                    self._log.say(f"the helper ends: {self._why or 'its own mistake'}")
                 self._desk.end(END_SECONDS)
                 self._log.close()
             os._exit(code)  # not sys.exit(): that would wait for threads, of which one may hang in the driver
@@ -125,8 +128,10 @@ class Helper:
             self._end(f"its own mistake: {error!r}")
 
     async def _serve_parent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await Connection(reader, writer, self._desk, self._options.terms, "the parent", self._log.say).serve()
-        self._end("its only client is gone")
+        # what is usual with one client is no news
+        connection = Connection(reader, writer, self._desk, self._options.terms, "the parent", self._log.say, True)
+        await connection.serve()
+        self._end(_DONE)
 
     async def _watch(self, parent: int) -> None:
         while os.getppid() == parent:

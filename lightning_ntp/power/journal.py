@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_ntp.power.entries import CLAIM, CLOCKS, POWER_LIMIT, Entry, Value, same
+from lightning_ntp.power.entries import CLAIM, CLOCKS, POWER_LIMIT, PROFILE, Entry, Value, same
 from lightning_ntp.power.files import JournalFile, locked, new_path
 from lightning_ntp.power.owners import Owner
 from lightning_ntp.power.scan import Found, Say, Scan
@@ -20,7 +20,8 @@ from lightning_ntp.power.scan import Found, Say, Scan
 _LOCK_SECONDS = 2.0
 """For others who claim at the same time, or are just putting back what a dead owner has left."""
 _TICK = 0.02
-LEVERS = (POWER_LIMIT, CLOCKS)
+LEVERS = (PROFILE, POWER_LIMIT, CLOCKS)
+"""In the order in which they are put back: under a profile a driver may show another limit than the one written."""
 
 
 class Taken(Exception):

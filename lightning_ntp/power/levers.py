@@ -1,4 +1,5 @@
-"""The levers of one GPU, through pynvml: its power limit, and the range to which its graphics clock is locked.
+"""The levers of one GPU, through pynvml: its power limit, the range to which its graphics clock is locked, and the
+workload power profiles that are requested.
 
 A limit is written by ``nvmlDeviceSetPowerManagementLimit``: its successor ``..._v2`` returns nothing in
 nvidia-ml-py 13.615, not even that it has failed. Locked clocks cannot be read by any call of NVML.
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 
 from lightning_ntp.nvml.errors import UNINITIALIZED, CallError, Kind
 from lightning_ntp.nvml.library import INIT, Library, Renewed
+from lightning_ntp.nvml.profiles import Profiles, read_profiles, read_requested, request_profiles
+from lightning_ntp.power.entries import PROFILE
 
 _GRAPHICS = 0
 """NVML_CLOCK_GRAPHICS."""
@@ -115,6 +118,33 @@ class Levers:
             CallError: If it was not written, as far as the driver knows.
         """
         self._ask("nvmlDeviceSetPowerManagementLimit", milliwatts)
+
+    def profiles(self) -> Profiles:
+        """Its workload power profiles.
+
+        Raises:
+            CallError: If it does not say them, or has none.
+        """
+        return read_profiles(self._ask)
+
+    def read(self, lever: str) -> int | frozenset[int]:
+        """The value of a lever that can be read: the power limit, or the requested profiles.
+
+        Raises:
+            CallError: If it does not say it.
+        """
+        return read_requested(self._ask) if lever == PROFILE else self.limit()
+
+    def write(self, value: int | frozenset[int]) -> None:
+        """Write such a value; what has become of it, :meth:`read` says.
+
+        Raises:
+            CallError: If it was not written, as far as the driver knows.
+        """
+        if isinstance(value, int):
+            self.set_limit(value)
+        else:
+            request_profiles(self._ask, value)
 
     def lock_clocks(self, lowest: int, highest: int) -> None:
         """Lock the graphics clock to a range, in MHz.

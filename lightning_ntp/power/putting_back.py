@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lightning_ntp.nvml.errors import CallError, Kind
-from lightning_ntp.power.entries import CLOCKS, Entry, Value, same, show
+from lightning_ntp.power.entries import CLOCKS, Entry, Value, same, unlike
 from lightning_ntp.power.levers import Levers
 
 
@@ -64,35 +64,37 @@ def put_back(levers: Levers, entry: Entry, newer_elsewhere: bool, write: bool = 
     """
     try:
         if entry.lever == CLOCKS:
-            return _unlock(levers, newer_elsewhere, write)
-        return _limit(levers, entry, write)
+            return _unlock(levers, entry.first, newer_elsewhere, write)
+        return _write_back(levers, entry, write)
     except CallError as error:
         return failure(error)
 
 
-def _unlock(levers: Levers, newer_elsewhere: bool, write: bool) -> Result:
+def _unlock(levers: Levers, first: Value, newer_elsewhere: bool, write: bool) -> Result:
     if newer_elsewhere:
         return Result(Status.LEFT, "another owner has locked its clocks since")
-    if write:
+    if write and isinstance(first, tuple):
+        levers.lock_clocks(*first)
+    elif write:
         levers.unlock_clocks()
-    return Result(Status.DONE)
+    return Result(Status.DONE, now=first)
 
 
-def _limit(levers: Levers, entry: Entry, write: bool) -> Result:
-    now, first = levers.limit(), entry.first
+def _write_back(levers: Levers, entry: Entry, write: bool) -> Result:
+    now, first = levers.read(entry.lever), entry.first
     if same(now, first):
         return Result(Status.DONE, now=now)
     if not entry.is_ours(now):
-        what = f"the limit is {show(entry.lever, now)}, not the {show(entry.lever, entry.after)} that were written"
+        what = unlike(entry.lever, now, entry.after)
         return Result(Status.LEFT, f"{what}: somebody else has changed it, or the GPU was reset", now)
-    assert isinstance(first, int)
+    assert isinstance(first, int | frozenset)
     if not write:
         return Result(Status.DONE, now=first)
-    levers.set_limit(first)
-    now = levers.limit()
+    levers.write(first)
+    now = levers.read(entry.lever)
     if same(now, first):
         return Result(Status.DONE, now=now)
-    return Result(Status.FAILED, f"{show(entry.lever, first)} were written, but it is {show(entry.lever, now)}", now)
+    return Result(Status.FAILED, unlike(entry.lever, now, first), now)
 
 
 def failure(error: CallError) -> Result:

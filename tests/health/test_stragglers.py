@@ -208,7 +208,7 @@ def test_the_files_of_a_job_are_read(tmp_path: Path) -> None:
     over = False
 
     def write(slot: int) -> None:
-        words = [0] * 64
+        words = [0] * 66
         words[7], words[8 + Tag.STEP] = ranks.worked[slot], ranks.done[slot]
         path = progress_path(tmp_path, slot)
         path.with_suffix(".new").write_bytes(b"".join(word.to_bytes(8, "little") for word in words))

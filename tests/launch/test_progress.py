@@ -29,7 +29,7 @@ class Shown:
     """A rank's side and the supervisor's on the same memory."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(512)
+        self._memory = bytearray(8 * 66)
         self.progress = Progress(memoryview(self._memory).cast("Q"))
 
     def sample(self) -> Sample:
@@ -221,3 +221,13 @@ def test_the_file_is_read_by_another_process_and_stacks_come_on_demand(tmp_path:
         finally:
             process.kill()
             reader.close()
+
+
+def test_what_was_computed_adds_up(shown: Shown) -> None:
+    assert (shown.sample().computed_ns, shown.sample().micro_batches) == (0, 0)
+    shown.progress.computed(40)
+    shown.progress.computed(2)
+    assert (shown.sample().computed_ns, shown.sample().micro_batches) == (42, 2)
+    shown.progress.enter_groups(blind=False)
+    shown.progress.begin(Tag.STEP)
+    assert shown.sample().micro_batches == 2, "a change of the members is none of what was computed"

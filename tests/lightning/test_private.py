@@ -34,8 +34,10 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_summary.model_summary import ModelSummary as Summary
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import lightning_ntp
 from lightning_ntp.lightning import metric_states, private, private_fetching, private_loops
@@ -387,6 +389,51 @@ def test_every_training_batch_is_taken_from_the_fetcher_that_the_epoch_loop_is_g
     assert pl.Trainer._fit_impl.__name__ == calls._FIT and "self._fit_impl," in source(pl.Trainer.fit)
 
 
+def test_a_training_loader_is_the_strategys_before_its_first_batch_is_drawn() -> None:
+    fit = importlib.import_module("lightning.pytorch.loops.fit_loop")
+    code = source(fit._FitLoop.setup_data)
+    assert "stage=RunningStage.TRAINING" in code
+    assert code.index("_process_dataloader(trainer,trainer_fn,stage,dl)") < code.index("iter(self._data_fetcher)")
+    # within a fit, validation has a stage of its own, also while its data are set up
+    assert "trainer.validating=Trueself.epoch_loop.val_loop.setup_data()trainer.training=True" in source(
+        fit._FitLoop.on_run_start
+    )
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    assert trainer.state.stage is None and private.sets_up_training(None) is False
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_draws_the_batches_of_a_pass_is_found(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks the batch sampler for one pass after the other, and the pass for indices, here and not in a worker."""
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)
+    trainer = pl.Trainer(accelerator="cpu", logger=False)
+    assert private_fetching.drawing(trainer) is None
+    passes: list[Any] = []
+
+    class Passes(BatchSampler):
+        def __iter__(self) -> Any:
+            passes.append(iter([[0], [1]]))
+            return passes[-1]
+
+    loader = DataLoader(TensorDataset(torch.arange(2)), num_workers=workers)
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    loader.batch_sampler.__class__ = Passes
+    combined = trainer.fit_loop._combined_loader = CombinedLoader(loader, "max_size_cycle")
+    before = None
+    for _ in range(2):
+        batches = iter(combined)
+        drawing = private_fetching.drawing(trainer)
+        assert drawing is passes[-1] and drawing is not before
+        assert [next(batches)[0][0].tolist(), next(batches)[0][0].tolist()] == [[0], [1]]
+        assert next(passes[-1], None) is None
+        before = drawing
+    trainer.fit_loop._combined_loader = CombinedLoader([loader, loader], "max_size_cycle")
+    iter(trainer.fit_loop._combined_loader)
+    assert private_fetching.drawing(trainer) is None
+    trainer.fit_loop._combined_loader.reset()
+    combined.reset()
+
+
 def test_an_entry_of_what_is_logged_is_made_as_we_make_it() -> None:
     code = source(_ResultCollection.log)
     assert (
@@ -512,7 +559,13 @@ _CHECKED_ABOVE: dict[str, set[str]] = {
         "_results",
         "_seen_batches_per_dataloader",
     },
-    "private_fetching.py": {"_DataFetcher", "_TunerExitException", "_combined_loader", "_should_accumulate"},
+    "private_fetching.py": {
+        "_DataFetcher",
+        "_TunerExitException",
+        "_combined_loader",
+        "_iterator",
+        "_should_accumulate",
+    },
     "strategy.py": {
         "_device_mesh",
         "_trainer",

@@ -273,6 +273,16 @@ def test_workload_power_profiles_of_which_the_first_of_two_in_conflict_is_enforc
     assert refused == pynvml.NVML_ERROR_INVALID_ARGUMENT
 
 
+def test_requested_profiles_are_added_removed_or_replaced_by_one_call(nvml: MockNvml) -> None:
+    update = pynvml.c_nvmlWorkloadPowerProfileUpdateProfiles_v1_t()
+    seen = []
+    for operation, mask in ((1, 0b110), (1, 0b001), (0, 0b010), (2, 0b1000), (3, 0)):
+        update.operation, update.updateProfilesMask.mask[0] = operation, mask
+        code = code_of(pynvml.nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1, device(), byref(update))
+        seen.append((code, nvml.get("profiles_requested", gpu=2)[0]))
+    assert seen == [(0, 0b110), (0, 0b111), (0, 0b101), (0, 0b1000), (pynvml.NVML_ERROR_INVALID_ARGUMENT, 0b1000)]
+
+
 def test_ecc(nvml: MockNvml) -> None:
     sram, dram = pynvml.NVML_MEMORY_LOCATION_SRAM, pynvml.NVML_MEMORY_LOCATION_DRAM
     nvml.set_ecc(2, 3, corrected=False, aggregate=False, location=sram)

@@ -157,6 +157,7 @@ def test_setters_need_root(ready: MockNvml) -> None:
     handle = device()
     ready.permission(root=False)
     request = pynvml.c_nvmlWorkloadPowerProfileRequestedProfiles_v1_t()
+    update = pynvml.c_nvmlWorkloadPowerProfileUpdateProfiles_v1_t()
     for call, *arguments in (
         (pynvml.nvmlDeviceSetPowerManagementLimit, 400000),
         (pynvml.nvmlDeviceSetGpuLockedClocks, 210, 900),
@@ -166,6 +167,7 @@ def test_setters_need_root(ready: MockNvml) -> None:
         (pynvml.nvmlDeviceSetPersistenceMode, 0),
         (pynvml.nvmlDeviceWorkloadPowerProfileSetRequestedProfiles, pynvml.byref(request)),
         (pynvml.nvmlDeviceWorkloadPowerProfileClearRequestedProfiles, pynvml.byref(request)),
+        (pynvml.nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1, pynvml.byref(update)),
     ):
         assert code_of(call, handle, *arguments) == pynvml.NVML_ERROR_NO_PERMISSION
     # pynvml 13.615.71 throws away what this call returns.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pynvml
 import pytest
 
@@ -29,6 +31,8 @@ def eye(nvml: MockNvml) -> Eye:
 def test_a_sound_device_says_everything_and_is_healthy(nvml: MockNvml, eye: Eye) -> None:
     nvml.set(gpu=0, temperature=61, power_usage=432100, clock_sm=1755, total_energy=5000, pcie_replay=7)
     nvml.set(gpu=0, memory_used=3 << 30, slowdown_tlimit=-2, margin_temperature=24)
+    nvml.set(gpu=0, power_limit=650_000, external_power_limit=600_000)
+    nvml.set_ecc(0, 5, corrected=True, aggregate=False, location=pynvml.NVML_MEMORY_LOCATION_DRAM)
     findings = eye.look()
     assert [f.signal for f in findings] == ["healthy"] and is_healthy(findings) == 1
     assert eye.unsupported == frozenset()
@@ -37,7 +41,9 @@ def test_a_sound_device_says_everything_and_is_healthy(nvml: MockNvml, eye: Eye)
         "temperature_margin_c": 24,
         "temperature_slowdown_tlimit_c": -2,
         "power_w": 432.1,
-        "power_limit_w": 700,
+        "power_limit_w": 600,
+        "power_limit_set_w": 650,
+        "ecc_corrected_total": 5,
         "sm_clock_mhz": 1755,
         "energy_j": 5,
         "pcie_replays": 7,
@@ -111,10 +117,15 @@ def test_without_a_function_its_values_come_from_an_older_one(nvml: MockNvml, ey
     nvml.unsupported(0, "NVML_FI_DEV_POWER_INSTANT", "NVML_FI_DEV_POWER_CURRENT_LIMIT")
     nvml.unsupported(0, "NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION", "NVML_FI_DEV_PCIE_REPLAY_COUNTER")
     nvml.unsupported(0, "NVML_FI_DEV_NVLINK_GET_STATE")
+    nvml.unsupported(0, "NVML_FI_DEV_ECC_SBE_VOL_TOTAL", "NVML_FI_DEV_POWER_REQUESTED_LIMIT")
+    nvml.set(gpu=0, external_power_limit=600_000)
+    for location, count in ((pynvml.NVML_MEMORY_LOCATION_DRAM, 4), (pynvml.NVML_MEMORY_LOCATION_SRAM, 3)):
+        nvml.set_ecc(0, count, corrected=True, aggregate=False, location=location)
     assert is_healthy(eye.look()) == 1
     assert eye.unsupported == frozenset()
     assert eye.values["temperature_margin_c"] == 25
-    assert (eye.values["power_w"], eye.values["power_limit_w"]) == (120, 700)
+    assert (eye.values["power_w"], eye.values["power_limit_w"], eye.values["power_limit_set_w"]) == (120, 600, 700)
+    assert eye.values["ecc_corrected_total"] == 7
     assert eye.values["nvlink_active"] == 18
 
 
@@ -217,4 +228,5 @@ class TestMig:
 def test_a_reading_survives_the_pipe(eye: Eye) -> None:
     eye.look()
     assert eye.last is not None
-    assert Reading.from_message(eye.last.reading.to_message()) == eye.last.reading
+    reading = replace(eye.last.reading, kept=frozenset({"power_w"}))
+    assert Reading.from_message(reading.to_message()) == reading

@@ -28,7 +28,8 @@ WRITE = "nvmlDeviceSetPowerManagementLimit"
 
 def is_all_back(nvml: MockNvml) -> bool:
     limits = [nvml.get("power_limit", gpu) for gpu in range(4)]
-    return limits == [700_000] * 4 and not any(nvml.get("locked_clock_max", gpu) for gpu in range(4))
+    others = [(nvml.get("locked_clock_max", gpu), nvml.get("profiles_requested", gpu)) for gpu in range(4)]
+    return limits == [700_000] * 4 and others == [(0, [0] * 8)] * 4
 
 
 @contextmanager
@@ -85,12 +86,16 @@ def test_whoever_is_killed_everything_is_back(nvml: MockNvml, uuids: list[str], 
     for seed in range(4):
         play(nvml, uuids, seed)
     wait_until(lambda: not list(directory.glob("*.jsonl")))
-    assert {setting.call for setting in nvml.history()} >= {WRITE, "nvmlDeviceSetGpuLockedClocks"}
+    update = "nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1"
+    assert {setting.call for setting in nvml.history()} >= {WRITE, "nvmlDeviceSetGpuLockedClocks", update}
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_whoever_is_killed_a_hundred_times(nvml: MockNvml, uuids: list[str], directory: Path) -> None:
+@pytest.mark.parametrize("driver", ["new", "without a call that replaces profiles"])
+def test_whoever_is_killed_a_hundred_times(nvml: MockNvml, uuids: list[str], directory: Path, driver: str) -> None:
+    if driver != "new":
+        nvml.missing("nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1")
     for seed in range(1000, 1100):
         play(nvml, uuids, seed)
     wait_until(lambda: not list(directory.glob("*.jsonl")))

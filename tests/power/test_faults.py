@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_ntp.nvml.errors import _KINDS
-from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT
+from lightning_ntp.power.entries import CLOCKS, POWER_LIMIT, PROFILE, Value
 from lightning_ntp.power.hand import Hand, Open
 from lightning_ntp.power.journal import Journal, Leftovers
 from lightning_ntp.power.levers import Levers, Nvml
@@ -28,6 +28,17 @@ CALLS = [
     "nvmlDeviceGetSupportedMemoryClocks",
     "nvmlDeviceGetSupportedGraphicsClocks",
 ]
+PROFILE_CALLS = [
+    f"nvmlDeviceWorkloadPowerProfile{name}"
+    for name in (
+        "GetProfilesInfo",
+        "GetCurrentProfiles",
+        "UpdateProfiles_v1",
+        "ClearRequestedProfiles",
+        "SetRequestedProfiles",
+    )
+]
+A, B, C = (frozenset({number}) for number in (7, 1, 5))
 
 
 class Bench:
@@ -53,7 +64,8 @@ def bench(nvml: MockNvml, uuids: list[str], directory: Path) -> Iterator[Bench]:
 
 
 def is_at_first(nvml: MockNvml) -> bool:
-    return nvml.get("power_limit", 0) == 700_000 and nvml.get("locked_clock_max", 0) == 0
+    profiles = nvml.get("profiles_requested", 0)
+    return nvml.get("power_limit", 0) == 700_000 and nvml.get("locked_clock_max", 0) == 0 and profiles == [0] * 8
 
 
 @pytest.mark.parametrize("call", [*CALLS[:2], *(pytest.param(call, marks=pytest.mark.chaos) for call in CALLS[2:])])
@@ -73,6 +85,30 @@ def test_an_error_while_levers_are_moved(nvml: MockNvml, bench: Bench, call: str
             assert bench.journal.moved() == [] and list(bench.directory.glob("*.jsonl")) == []
 
 
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(call, marks=pytest.mark.chaos if call != PROFILE_CALLS[2] else ()) for call in PROFILE_CALLS],
+)
+def test_an_error_while_profiles_are_moved(nvml: MockNvml, bench: Bench, call: str) -> None:
+    first = frozenset({7, 3})
+    if call in PROFILE_CALLS[3:]:  # of older drivers
+        nvml.missing(PROFILE_CALLS[2])
+    for code in CODES:
+        for skip in (0, 1, 2):
+            nvml.set(0, profiles_requested=[1 << 7 | 1 << 3])
+            assert isinstance(bench.hand.open("job"), Open)
+            assert bench.hand.move(PROFILE, A).status is Status.DONE
+            with nvml.fail(call, code, gpu=0, skip=skip):
+                wanted: list[Value] = [B, B | C, frozenset(), A]
+                for value in wanted:
+                    assert isinstance(bench.hand.move(PROFILE, value), Result)
+                assert bench.hand.move(POWER_LIMIT, 500_000).status is Status.DONE, "of another lever"
+                bench.hand.put_back()
+            assert bench.hand.close().over, f"{call} {code} {skip}: {bench.said[-1:]}"
+            assert nvml.get("profiles_requested", 0)[0] == sum(1 << number for number in first), f"{call} {code} {skip}"
+            assert bench.journal.moved() == [] and list(bench.directory.glob("*.jsonl")) == []
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_an_error_while_a_gpu_is_taken(nvml: MockNvml, bench: Bench, call: str) -> None:
     for code in CODES:
@@ -86,13 +122,15 @@ def test_an_error_while_a_gpu_is_taken(nvml: MockNvml, bench: Bench, call: str) 
     assert nvml.history() == []
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [*CALLS, *PROFILE_CALLS[1:3]])
 def test_an_error_while_what_a_dead_owner_has_left_is_put_back(
     nvml: MockNvml, bench: Bench, uuids: list[str], call: str
 ) -> None:
     for code in CODES:
         nvml.set(0, power_limit=600_000, locked_clock_min=600, locked_clock_max=900)
-        leave(bench.directory, left(uuids[0], 700_000, 600_000), left(uuids[0], None, (600, 900), CLOCKS))
+        nvml.set(0, profiles_requested=[1 << 7])
+        clocks, profiles = left(uuids[0], None, (600, 900), CLOCKS), left(uuids[0], frozenset(), A, PROFILE)
+        leave(bench.directory, left(uuids[0], 700_000, 600_000), clocks, profiles)
         with nvml.fail(call, code, gpu=0):
             answer = bench.hand.open("job")
             assert isinstance(answer, Result) or is_at_first(nvml), f"{call} {code}: taken though it is not put back"
@@ -106,10 +144,11 @@ def test_a_gpu_that_disappears_while_it_is_boosted_and_comes_back(nvml: MockNvml
     assert isinstance(bench.hand.open("job"), Open)
     assert bench.hand.move(POWER_LIMIT, 500_000).status is Status.DONE
     assert bench.hand.move(CLOCKS, (600, 900)).status is Status.DONE
+    assert bench.hand.move(PROFILE, A).status is Status.DONE
     nvml.set(0, **{kind: 1})
     assert bench.hand.move(POWER_LIMIT, 400_000).status is not Status.DONE
     assert not bench.hand.put_back().over
-    assert len(bench.journal.moved()) == 2, "it is not forgotten"
+    assert len(bench.journal.moved()) == 3, "it is not forgotten"
     nvml.set(0, **{kind: 0})
     assert bench.hand.put_back().over and is_at_first(nvml)
     assert bench.hand.move(POWER_LIMIT, 450_000).status is Status.DONE
@@ -144,7 +183,8 @@ def test_nothing_is_written_if_the_journal_cannot_be(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(files.os, "fsync", fsync)
-    for lever, value in ((POWER_LIMIT, 400_000), (CLOCKS, (700, 800))):
+    values: list[tuple[str, Value]] = [(POWER_LIMIT, 400_000), (CLOCKS, (700, 800)), (PROFILE, A)]
+    for lever, value in values:
         result = bench.hand.move(lever, value)
         assert result.status is Status.FAILED and "the journal cannot be written" in result.why
     assert nvml.history() == []

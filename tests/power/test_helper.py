@@ -50,7 +50,13 @@ def test_limits_and_clocks_are_written_and_put_back(
     assert [each.done for each in answers] == [True, True]
     assert answers[0].values == {"limit_w": 450.5} and answers[1].values == {"clocks_mhz": [900, 1200]}
     assert limits(nvml) == [450.5, 700, 700, 700] and locks(nvml, 1) == (900, 1200)
-    assert one.state()[uuids[0]] == {"job": "job", "limit_w": 450.5, "clocks_mhz": None, "leaving": False}
+    assert one.state()[uuids[0]] == {
+        "job": "job",
+        "limit_w": 450.5,
+        "clocks_mhz": None,
+        "profiles": None,
+        "leaving": False,
+    }
     assert len(list(directory.glob("*.jsonl"))) == 1
     assert one.release(uuids[0])[uuids[0]].done and limits(nvml)[0] == 700 and locks(nvml, 1) == (900, 1200)
     assert one.set(power_limit(uuids[0], 300))[0].done, "what was released is still taken"
@@ -220,3 +226,25 @@ def test_what_is_no_whole_gpu_is_refused(nvml: MockNvml, helper: Make, uuids: li
     assert answer.status is Status.FAILED and "Not Found" in answer.why
     nvml.unsupported(None, "nvmlDeviceGetPowerManagementLimitConstraints")
     assert one.open(uuids[:1])[uuids[0]].status is Status.UNSUPPORTED
+
+
+def test_clocks_that_an_operator_has_locked_are_locked_so_again(
+    helper: Callable[..., PowerHelper], nvml: MockNvml, uuids: list[str]
+) -> None:
+    """No call says that they are locked: whoever knows it has to."""
+    nvml.set(0, locked_clock_min=210, locked_clock_max=1200)
+    mine = helper()
+    assert mine.open([uuids[0]], (210, 1200))[uuids[0]].done
+    assert mine.set(locked_clocks(uuids[0], (210, 1500)))[0].done
+    assert nvml.get("locked_clock_max", 0) == 1500
+    assert mine.release()[uuids[0]].done and nvml.get("locked_clock_max", 0) == 1200
+    assert mine.set(locked_clocks(uuids[0], (210, 1400)))[0].done
+    mine.close()
+    assert (nvml.get("locked_clock_min", 0), nvml.get("locked_clock_max", 0)) == (210, 1200)
+
+
+def test_clocks_that_cannot_have_been_locked_so_are_refused(
+    helper: Callable[..., PowerHelper], nvml: MockNvml, uuids: list[str]
+) -> None:
+    answer = helper().open([uuids[0]], (210, 9000))[uuids[0]]
+    assert answer.status is Status.REFUSED and "(210, 9000), says the job, which is not between" in answer.why

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_ntp.power import files
-from lightning_ntp.power.entries import CLAIM, CLOCKS, POWER_LIMIT, Entry
+from lightning_ntp.power.entries import CLAIM, CLOCKS, POWER_LIMIT, PROFILE, Entry
 from lightning_ntp.power.files import default_directory
 from lightning_ntp.power.journal import Journal, Leftovers, Taken
 from lightning_ntp.power.owners import Owner, start_time
@@ -189,6 +189,27 @@ def test_an_entry_with_a_wrong_part_is_none_or_one_that_can_be_used(name: str, v
     except ValueError:
         return
     assert type(entry.first) is int and type(entry.after) is int and Entry.from_line(entry.to_line()).key == entry.key
+
+
+@given(st.sampled_from(["first", "before", "after"]), json_values | st.lists(st.integers(-1, 256), max_size=3))
+def test_an_entry_of_profiles_is_as_it_was_or_none(name: str, value: object) -> None:
+    entry = left(GPU, frozenset({7, 1}), frozenset(), PROFILE)
+    assert Entry.from_line(entry.to_line()) == entry
+    record = json.loads(entry.to_line()) | {name: value}
+    numbers = isinstance(value, list) and all(type(each) is int and 0 <= each <= 254 for each in value)
+    try:
+        found = Entry.from_line(json.dumps(record).encode())
+    except ValueError:
+        assert not numbers
+    else:
+        assert numbers and isinstance(value, list) and getattr(found, name) == frozenset(value)
+
+
+def test_of_profiles_what_an_older_driver_leaves_halfway_is_known_and_all_else_is_foreign() -> None:
+    a, b, c = (frozenset({number}) for number in (7, 1, 5))
+    entry = left(GPU, a | b, b | c, PROFILE)
+    assert all(entry.is_ours(now) for now in (a | b, b | c, b))
+    assert not any(entry.is_ours(now) for now in (a, c, a | b | c, frozenset()))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

@@ -40,6 +40,7 @@ def test_two_clients_each_have_their_own_gpus(nvml: MockNvml, standing: Make, uu
         "job": "one",
         "limit_w": 400.0,
         "clocks_mhz": None,
+        "profiles": None,
         "leaving": False,
     }
     first.close()
@@ -142,7 +143,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(["do", "id", "job", "gpus", "gpu", "limit_w", "clocks_mhz", "settings"])
+names = st.sampled_from(["do", "id", "job", "gpus", "gpu", "limit_w", "clocks_mhz", "profiles", "settings"])
 words = st.sampled_from(["hello", "set", "release", "state", "ping", "all", "GPU-1"])
 messages = st.dictionaries(names, words | json_values, max_size=5)
 lines = st.binary(max_size=200).map(lambda data: data.replace(b"\n", b" ")) | messages.map(
@@ -192,7 +193,7 @@ def test_nonsense_is_refused_and_the_helper_lives(nvml: MockNvml, standing: Make
 
 
 def test_no_value_gets_past_the_bounds(nvml: MockNvml, standing: Make, uuids: list[str]) -> None:
-    nvml.set(power_limit=600_000)
+    nvml.set(power_limit=600_000, profiles_supported=[0b10111], profile_conflicts={1 * 8: 1 << 2})
     client = standing("--rate", "100000").client()
     client.ask(do="hello", job="one", gpus=uuids)
 
@@ -201,9 +202,11 @@ def test_no_value_gets_past_the_bounds(nvml: MockNvml, standing: Make, uuids: li
         st.sampled_from(uuids),
         st.floats(-1e6, 1e6) | st.floats(150, 750) | st.integers(),
         st.lists(st.integers(0, 3000), min_size=2, max_size=2),
+        st.lists(st.integers(0, 5) | st.integers(-1, 256), max_size=4),
     )
-    def play(gpu: str, watts: float, clocks: list[int]) -> None:
-        for message in ({"gpu": gpu, "limit_w": watts}, {"gpu": gpu, "clocks_mhz": clocks}):
+    def play(gpu: str, watts: float, clocks: list[int], profiles: list[int]) -> None:
+        values = {"limit_w": watts, "clocks_mhz": clocks, "profiles": profiles}
+        for message in ({"gpu": gpu, name: value} for name, value in values.items()):
             answer = client.ask(do="set", **message)
             assert "refused" in answer or answer["settings"][0]["status"] in ("done", "refused")
 
@@ -211,6 +214,9 @@ def test_no_value_gets_past_the_bounds(nvml: MockNvml, standing: Make, uuids: li
     for setting in nvml.history():
         if setting.call == "nvmlDeviceSetPowerManagementLimit":
             assert 200_000 <= setting.arguments[0] <= 600_000
+        elif "Profile" in setting.call:
+            mask, beyond = setting.arguments
+            assert mask & ~0b10111 == 0 and mask & 0b110 != 0b110 and beyond == 0
         else:
             assert 210 <= setting.arguments[0] <= setting.arguments[1] <= 1980
 

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 
-from lightning_ntp.power.client import PowerHelper, locked_clocks, power_limit
+from lightning_ntp.power.client import PowerHelper, locked_clocks, power_limit, workload_profiles
 
 
 def main() -> None:
@@ -32,7 +32,11 @@ def main() -> None:
     while not helper.lost:
         gpu = chance.choice(gpus)
         setting = chance.choice(
-            [power_limit(gpu, chance.randint(200, 650)), locked_clocks(gpu, (300, chance.randint(400, 1900)))]
+            [
+                power_limit(gpu, chance.randint(200, 650)),
+                locked_clocks(gpu, (300, chance.randint(400, 1900))),
+                workload_profiles(gpu, chance.sample(range(25), 2)),
+            ]
         )
         helper.set(setting)
         if chance.random() < 0.05:

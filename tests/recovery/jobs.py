@@ -50,6 +50,7 @@ class Job:
         settings: Of the module.
         drains: (slot that asks, slot that is to leave, steps that are done): a planned leave.
         asks_in: Where it asks: before the "training" batch, or in the middle of the "validation" that follows the step.
+        shares: (slot that asks, steps that are done, counts by replica or None): samples move between replicas.
         copy_cost: What neighbours' copies may cost, as a share of the steps, if not what the package allows.
     """
 
@@ -65,6 +66,7 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     drains: tuple[tuple[int, int, int], ...] = ()
     asks_in: str = "training"
+    shares: tuple[tuple[int, int, dict[int, int] | None], ...] = ()
     copy_cost: float | None = None
 
     @property
@@ -161,6 +163,19 @@ class Drains(Callback):
                 trainer.strategy.drain(leaver, "maintenance")
 
 
+class Shares(Callback):
+    """Asks for samples to move between replicas."""
+
+    def __init__(self, shares: tuple[tuple[int, int, dict[int, int] | None], ...]) -> None:
+        self._shares = shares
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        for asks, step, counts in self._shares if first else ():
+            if (asks, step) == (slot(), trainer.global_step) and not trainer.strategy._runtime.joining:
+                trainer.strategy.share_samples(counts)
+
+
 class Gate(Callback):
     """At a phase of a step every rank waits until the test opens the gate."""
 
@@ -206,7 +221,7 @@ def train(job: Job, directory: str) -> dict[str, Any]:
     options: dict[str, Any] = {"plugins": module.plugins()} if module.plugins() else {"precision": "64-true"}
     trainer = Trainer(
         accelerator="cpu",
-        devices=sum(job.degrees),
+        devices=sum(job.degrees) + job.strategy.get("spares", 0),
         strategy=NTPStrategy(degrees=job.degrees, **{"timeout": 30, "heartbeat": 10, **job.strategy}),
         **{
             "max_epochs": job.epochs,
@@ -219,7 +234,15 @@ def train(job: Job, directory: str) -> dict[str, Any]:
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, *gates, Drains(job), FaultInjector(faults)],
+        callbacks=[
+            *module.extra_callbacks(directory),
+            end,
+            ledger,
+            *gates,
+            Drains(job),
+            Shares(job.shares),
+            FaultInjector(faults),
+        ],
     )
     make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
     trainer.fit(module, make(job.samples))
@@ -262,8 +285,13 @@ class Result:
 
     def samples(self) -> dict[int, list[int]]:
         """By epoch the samples that committed steps were made of."""
-        paths = sorted(self.directory.glob("ledger-*"))
-        lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        dead = {outcome.slot for outcome in self.outcomes if (outcome.state, outcome.exit_code) == ("died", -9)}
+        lines: list[dict[str, Any]] = []
+        for path in sorted(self.directory.glob("ledger-*")):
+            own = [json.loads(line) for line in path.read_text().splitlines()]
+            if int(path.name.rpartition("-")[2]) in dead and own and own[-1]["what"] == "committed":
+                own[-1]["what"] = "tried"  # if all who had committed it are gone, the others have begun it again
+            lines += own
         seen: dict[tuple[int, int], dict[int, list[int]]] = {}
         for entry in lines:
             if entry["what"] == "committed":
@@ -314,7 +342,7 @@ _undisturbed: dict[str, Result] = {}
 
 def undisturbed(world: Worlds, job: Job, directory: Path) -> Result:
     """The same job without its faults, run once per session."""
-    peaceful = replace(job, faults=(), deaths=(), gate=None, drains=())
+    peaceful = replace(job, faults=(), deaths=(), gate=None, drains=(), shares=())
     key = repr(peaceful)
     if key not in _undisturbed:
         result = run(world, peaceful, directory / f"undisturbed-{len(_undisturbed)}")

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from tests.lightning.rigs import EndState, assert_same, slot
 from tests.recovery.fates import Fate, WaitsForNewcomers, begin_life, install
-from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Worlds, _module, numbers, undisturbed
+from tests.recovery.jobs import EXACT, PER_REPLICA, Job, Ledger, Samples, Shares, Worlds, _module, numbers, undisturbed
 from tests.recovery.models import Automatic
 from tests.recovery.returning_models import Saves
 from tests.recovery.supervised import Supervised, SupervisingProcess, holdings
@@ -74,7 +74,14 @@ def train_and_return(job: Job, waits: Sequence[int], directory: str, fates: Sequ
             **options,
             **job.trainer,
         },
-        callbacks=[*module.extra_callbacks(directory), end, ledger, WaitsForNewcomers(waits), FaultInjector(faults)],
+        callbacks=[
+            *module.extra_callbacks(directory),
+            end,
+            ledger,
+            WaitsForNewcomers(waits),
+            Shares(job.shares),
+            FaultInjector(faults),
+        ],
     )
     make = getattr(module, "loader", lambda count: DataLoader(Samples(count), batch_size=PER_REPLICA, shuffle=True))
     trainer.fit(module, make(job.samples))
@@ -110,6 +117,7 @@ def returns(
     degrees: tuple[int, ...] | None = None,
     partial: bool = False,
     there: set[int] | None = None,
+    want: Job | None = None,
     **options: Any,
 ) -> Supervised:
     """Run a job whose dead ranks come back, and check that nobody can tell from its results.
@@ -121,13 +129,14 @@ def returns(
         degrees: Those at the end, empty for any; those of the launch by default, and then everybody must be back.
         there: Who must be there at the end, if not all slots of the launch.
         partial: A replica was gone for a while: values that only it had are not compared.
+        want: What it is compared with, if not the same job without its faults.
         options: Of the supervisor, or of :meth:`SupervisingProcess.run`.
 
     Raises:
         AssertionError: With everybody's side.
     """
     alone = {key: value for key, value in job.strategy.items() if key != "spares"}
-    want = undisturbed(world, replace(job, strategy=alone), directory)
+    expects = undisturbed(world, replace(want or job, strategy=alone), directory)
     arguments = (job, tuple(waits), str(directory / "job"), tuple(fates))
     got = supervising.run(sum(job.degrees), directory / "job", train_and_return, *arguments, **{**OPTIONS, **options})
     assert got.code == 0, f"{got.cause}\n{got.output}\n{[o.stacks for o in got.outcomes]}"
@@ -145,13 +154,13 @@ def returns(
     if degrees:
         assert tuple(first["degrees"]) == degrees, got.output
         assert (first["rank"], first["world"]) == (0, sum(degrees)), got.output
-    assert first["steps"] == want.first["steps"]
-    assert_same(first["parameters"], want.first["parameters"], bound, "parameters")
-    assert_same(first["optimizers"], want.first["optimizers"], bound, "optimizers")
+    assert first["steps"] == expects.first["steps"]
+    assert_same(first["parameters"], expects.first["parameters"], bound, "parameters")
+    assert_same(first["optimizers"], expects.first["optimizers"], bound, "optimizers")
     for number, found in got.survivors.items():
-        if number not in want.survivors:
+        if number not in expects.survivors:
             continue  # a spare, which was in no replica before
-        expected = want.survivors[number]
+        expected = expects.survivors[number]
         if partial:
             shared = [{k: v for k, v in each.items() if k == "all_loss_step"} for each in expected["logged"]]
             logged = [{k: e[k] for k in s} for e, s in zip(found["logged"], shared, strict=True)]
@@ -160,7 +169,7 @@ def returns(
         assert_same(found["losses"], expected["losses"], bound, f"losses of slot {number}")
         assert_same(found["logged"], expected["logged"], bound, f"logged in slot {number}")
     if not partial:
-        assert_same(numbers(got.rows()), numbers(want.rows()), 1e-6 if bound < 1e-6 else bound, "rows")
+        assert_same(numbers(got.rows()), numbers(expects.rows()), 1e-6 if bound < 1e-6 else bound, "rows")
     epochs = got.samples()
     assert len(epochs) == job.epochs
     for epoch, ids in epochs.items():

@@ -22,7 +22,7 @@ from lightning_ntp.lightning.arrivals.members import Captures, Fetched, Joining
 from lightning_ntp.lightning.arrivals.newcomer import Newcomer, TooLate
 from lightning_ntp.lightning.arrivals.told import Told
 from lightning_ntp.lightning.batches import Batches
-from lightning_ntp.lightning.shared_batches import SharedBatches, begins_alike
+from lightning_ntp.lightning.shared_batches import begins_alike
 from lightning_ntp.lightning.steps.transaction import Transaction
 from lightning_ntp.lightning.steps.whole_state import WholeState
 from lightning_ntp.lightning.survival import Survival
@@ -76,9 +76,13 @@ class Arrivals:
             self._carried.loops,
             self._common,
         )
-        self._loaders: SharedBatches | None = None
         self.joining = Joining(
-            current, survival.engine, captures, automatic, lambda: transaction.redoing, self._can_fetch
+            current,
+            survival.engine,
+            captures,
+            automatic,
+            lambda: transaction.redoing,
+            lambda: batches.shared(trainer).possible,
         )
         self._newcomer: Newcomer | None = None
         if current.joining:
@@ -167,6 +171,8 @@ class Arrivals:
             fetched = Fetched(number, None, True)
         after = pickle.dumps(random_states(self._device)) if shared else None
         fetched.random = after if after != before else None
+        if fetched.item is not None:
+            self._batches.fetched(self._trainer, self._trainer.fit_loop.batch_idx + 1, fetched.item[1])
         return fetched
 
     def _given(self, number: int) -> Fetched | None:
@@ -182,7 +188,8 @@ class Arrivals:
         if self._runtime.slot not in self.joining.awaiting:
             return None
         batch_idx = self._trainer.fit_loop.batch_idx + 1
-        fetched = newcomer.handed(number, batch_idx, self.joining, self._recover)
+        drawn = self._batches.number(self._trainer, batch_idx)
+        fetched = newcomer.handed(number, drawn, self.joining, self._recover)
         fetched.done = fetched.done or batch_idx + 1 >= self._trainer.num_training_batches
         return fetched
 
@@ -190,30 +197,20 @@ class Arrivals:
         self._survival.agree(error)
         self._survival.complete()
 
-    def _by_number(self, batch_idx: int) -> Any:
-        """This replica's batch of that number in the epoch, without its dataloader."""
+    def _by_number(self, drawn: int) -> Any:
+        """This replica's batch by its number in the loader's pass, without its dataloader."""
         assert self._newcomer is not None
         replica = self._newcomer.replica
-        found = self._shared().share(batch_idx, self._runtime.launched, replica)
+        found = self._batches.own(self._trainer, drawn, replica)
         if found is None:
             why = (
                 f"nobody is left in replica {replica} whose dataloader is in position, and its batches cannot be"
-                " fetched by number: that takes a single DataLoader over a map-style dataset with the sampler that the"
-                " Trainer has put in"
+                f" fetched by number: {self._batches.shared(self._trainer).why_not}"
             )
             if self._runtime.generation.topology.live_replicas != (replica,):
                 self._survival.leave(why)  # the replica is lost, as it would be without newcomers
             raise RuntimeError(why)
-        return found[0]
-
-    def _can_fetch(self) -> bool:
-        return self._shared().possible
-
-    def _shared(self) -> SharedBatches:
-        loaders = self._trainer.train_dataloader
-        if self._loaders is None or self._loaders.source is not loaders:
-            self._loaders = SharedBatches(loaders)
-        return self._loaders
+        return found
 
     # ---- what all ranks have in common --------------------------------------------------------------------------
 

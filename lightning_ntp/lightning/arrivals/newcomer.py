@@ -47,7 +47,7 @@ class Newcomer:
         states: Gives the per-parameter states that move with the parameters.
         carried: Makes this rank's state that of its peer.
         take_common: Takes over what the strategy has in common on all ranks, given who has joined meanwhile.
-        fetch: Fetches a batch of this replica by its number in the epoch; raises if that cannot be done.
+        fetch: Fetches a batch of this replica by its number in the loader's pass; raises if that cannot be done.
         automatic: Whether Lightning optimizes.
         told: What the members have said of this fit.
         described: What this rank runs.
@@ -261,7 +261,7 @@ class Newcomer:
     def handed(
         self,
         number: int,
-        batch_idx: int,
+        drawn: int,
         joining: Joining,
         recover: Callable[[Interrupted], None],
     ) -> Fetched:
@@ -269,7 +269,7 @@ class Newcomer:
 
         Args:
             number: Of the batch, counted through all epochs.
-            batch_idx: Its number in the epoch.
+            drawn: Its number in the loader's pass.
             joining: Knows who gives.
             recover: Called if the membership changes meanwhile.
         """
@@ -280,7 +280,7 @@ class Newcomer:
                     recover(Interrupted("a newcomer's wait for its batch was interrupted"))
                 topology, replica = self._engine.layout, self._runtime.generation.replica
                 if joining.giver(topology, replica) < 0:
-                    return Fetched(number, (self._fetch(batch_idx), batch_idx, 0), False)
+                    return Fetched(number, (self._fetch(drawn), drawn, 0), False)
                 found = membership.find(Keys.batch(replica, number))
                 if found is not None:
                     fetched: Fetched = pickle.loads(found)  # from the job's own store

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from typing_extensions import override
 from lightning_ntp.health import HealthSource, HealthWatch, Limits, SeverityTable
 from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from lightning_ntp.launch.device_watch import DeviceWatch
+from lightning_ntp.lightning.callbacks import carried_log
+from lightning_ntp.lightning.callbacks.devices import note_device
 from lightning_ntp.lightning.settings import is_number
 
 log = logging.getLogger("lightning_ntp")
@@ -25,8 +26,6 @@ _AGAIN_SECONDS = 30.0
 """Between two tries to leave, of a rank without which the job cannot go on."""
 _TIMES_RENEW = 5.0
 """So many intervals lie between two tries to reach a lost device: it takes NVML to be started anew."""
-_carried: dict[Path, int] = {}
-"""How far the log of a job was read in this process: a second fit, with a monitor of its own, tells nothing again."""
 _COUNTED = ("suspect", "drain", "dead")
 
 
@@ -114,15 +113,14 @@ class HealthMonitor(Callback):
         directory = self._directory = RankIdentity.from_environ().job_dir if is_rank() else None
         if directory is None:
             return
-        self._read = max(self._read, _carried.get(directory, 0))
+        self._read = carried_log.begin(jobs.health_log(directory), self._read)
         slot = RankIdentity.from_environ().slot
         self._note, self._answers = jobs.unwell_note(directory, slot), jobs.stays_note(directory, slot)
         device = trainer.strategy.root_device
         if device.type != "cuda" and self.nvml and not self.gpus and trainer.is_global_zero:
             log.warning("health of GPUs is not watched: the ranks work on %s; training goes on", device.type)
-        if device.type == "cuda" and not self.gpus:
-            with contextlib.suppress(OSError):
-                jobs.write_whole(jobs.device_note(directory, slot), device_uuid(device.index or 0))
+        if not self.gpus:
+            note_device(directory, slot, device)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -174,20 +172,9 @@ class HealthMonitor(Callback):
         directory = self._directory
         if directory is None:
             return
-        path = jobs.health_log(directory)
-        try:
-            if path.stat().st_size <= self._read:
-                return
-            with open(path, "rb") as file:
-                file.seek(self._read)
-                new = file.read()
-        except OSError:
-            return
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        _carried[directory] = self._read
-        if trainer.is_global_zero:
-            self._log(trainer, directory, list(_entries(whole)))
+        entries, self._read = carried_log.new_entries(jobs.health_log(directory), self._read)
+        if entries and trainer.is_global_zero:
+            self._log(trainer, directory, entries)
 
     def _log(self, trainer: Trainer, directory: Path, entries: Sequence[Mapping[str, Any]]) -> None:
         for entry in entries:
@@ -195,12 +182,6 @@ class HealthMonitor(Callback):
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
         _log_metrics(trainer, directory)
-
-
-def _entries(lines: bytes) -> Iterator[dict[str, Any]]:
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError):  # a full disk has cut it off
-            yield json.loads(line)
 
 
 def _log_metrics(trainer: Trainer, directory: Path) -> None:
@@ -228,15 +209,3 @@ def health_metrics(directory: Path) -> dict[str, float]:
         metrics[f"ntp/health/{name}/max"] = max(found)
         metrics[f"ntp/health/{name}/min"] = min(found)
     return metrics
-
-
-def device_uuid(index: int) -> str:
-    """UUID of a CUDA device as the driver writes it; of a MIG instance, its own."""
-    import torch
-
-    # torch gives the digits alone, for both kinds
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if index < len(visible) and visible[index].strip().startswith("MIG-"):
-        return visible[index].strip()
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"

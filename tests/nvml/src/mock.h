@@ -225,7 +225,7 @@ enum { EVENTS_SUPPORTED = 0xFFFF & ~(0x20 | 0x40 | 0x80) }; /* all but a laptop'
     CALL(nvmlDeviceGetViolationStatus) CALL(nvmlDeviceGetPerformanceState) CALL(nvmlDeviceGetUtilizationRates)          \
     CALL(nvmlDeviceWorkloadPowerProfileGetProfilesInfo) CALL(nvmlDeviceWorkloadPowerProfileGetCurrentProfiles)          \
     CALL(nvmlDeviceWorkloadPowerProfileSetRequestedProfiles)                                                            \
-    CALL(nvmlDeviceWorkloadPowerProfileClearRequestedProfiles)                                                          \
+    CALL(nvmlDeviceWorkloadPowerProfileClearRequestedProfiles) CALL(nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1)    \
     CALL(nvmlDeviceGetEccMode) CALL(nvmlDeviceGetTotalEccErrors) CALL(nvmlDeviceGetMemoryErrorCounter)                  \
     CALL(nvmlDeviceGetSramEccErrorStatus) CALL(nvmlDeviceGetRemappedRows) CALL(nvmlDeviceGetRemappedRows_v2)            \
     CALL(nvmlDeviceGetRowRemapperHistogram) CALL(nvmlDeviceGetBankRemapperStatus_v1)                                    \

@@ -38,10 +38,18 @@ struct requested_profiles {
     unsigned int version;
     struct mask mask;
 };
+struct update_profiles {
+    unsigned int operation;
+    struct mask mask;
+};
 _Static_assert(sizeof(struct profile) == 0x2c, "nvmlWorkloadPowerProfileInfo_v1_t");
 _Static_assert(sizeof(struct profiles) == 0x2bf8, "nvmlWorkloadPowerProfileProfilesInfo_v1_t");
 _Static_assert(sizeof(struct current_profiles) == 0x64, "nvmlWorkloadPowerProfileCurrentProfiles_v1_t");
 _Static_assert(sizeof(struct requested_profiles) == 0x24, "nvmlWorkloadPowerProfileRequestedProfiles_v1_t");
+
+_Static_assert(sizeof(struct update_profiles) == 0x24, "nvmlWorkloadPowerProfileUpdateProfiles_v1_t");
+
+enum { PROFILES_CLEAR, PROFILES_SET, PROFILES_SET_AND_OVERWRITE, PROFILES_OPERATIONS };
 
 #define TEMPERATURE_V1 0x100000Cu
 #define MARGIN_TEMPERATURE_V1 0x1000008u
@@ -371,31 +379,47 @@ EXPORT nvmlReturn_t nvmlDeviceWorkloadPowerProfileGetCurrentProfiles(
     return mock_leave(NVML_SUCCESS);
 }
 
-static nvmlReturn_t change_profiles(
-    enum call call, struct gpu *gpu, const struct requested_profiles *requested, bool wanted)
+static nvmlReturn_t change_profiles(enum call call, struct gpu *gpu, const struct mask *mask, unsigned int operation)
+{
+    for (int i = 0; i < MASK_WORDS; i++)
+        REQUIRE(!(mask->words[i] & ~(unsigned)gpu->profiles_supported[i]), NVML_ERROR_INVALID_ARGUMENT);
+    for (int i = 0; i < MASK_WORDS; i++) {
+        const int64_t word = mask->words[i], kept = operation == PROFILES_SET_AND_OVERWRITE ? 0 : gpu->profiles_requested[i];
+        gpu->profiles_requested[i] = operation == PROFILES_CLEAR ? kept & ~word : kept | word;
+    }
+    mock_record(call, gpu, mask->words[0], mask->words[1]);
+    return mock_leave(NVML_SUCCESS);
+}
+
+static nvmlReturn_t change_requested_profiles(
+    enum call call, struct gpu *gpu, const struct requested_profiles *requested, unsigned int operation)
 {
     REQUIRE(requested, NVML_ERROR_INVALID_ARGUMENT);
     REQUIRE(requested->version == REQUESTED_PROFILES_V1, NVML_ERROR_ARGUMENT_VERSION_MISMATCH);
-    for (int i = 0; i < MASK_WORDS; i++)
-        REQUIRE(!(requested->mask.words[i] & ~(unsigned)gpu->profiles_supported[i]), NVML_ERROR_INVALID_ARGUMENT);
-    for (int i = 0; i < MASK_WORDS; i++) {
-        const int64_t word = requested->mask.words[i];
-        gpu->profiles_requested[i] = wanted ? gpu->profiles_requested[i] | word : gpu->profiles_requested[i] & ~word;
-    }
-    mock_record(call, gpu, requested->mask.words[0], requested->mask.words[1]);
-    return mock_leave(NVML_SUCCESS);
+    return change_profiles(call, gpu, &requested->mask, operation);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceWorkloadPowerProfileSetRequestedProfiles(
     nvmlDevice_t device, const struct requested_profiles *requested)
 {
     DEVICE_CALL(nvmlDeviceWorkloadPowerProfileSetRequestedProfiles, device, NEEDS_ROOT);
-    return change_profiles(CALL_nvmlDeviceWorkloadPowerProfileSetRequestedProfiles, gpu, requested, true);
+    return change_requested_profiles(
+        CALL_nvmlDeviceWorkloadPowerProfileSetRequestedProfiles, gpu, requested, PROFILES_SET);
 }
 
 EXPORT nvmlReturn_t nvmlDeviceWorkloadPowerProfileClearRequestedProfiles(
     nvmlDevice_t device, const struct requested_profiles *requested)
 {
     DEVICE_CALL(nvmlDeviceWorkloadPowerProfileClearRequestedProfiles, device, NEEDS_ROOT);
-    return change_profiles(CALL_nvmlDeviceWorkloadPowerProfileClearRequestedProfiles, gpu, requested, false);
+    return change_requested_profiles(
+        CALL_nvmlDeviceWorkloadPowerProfileClearRequestedProfiles, gpu, requested, PROFILES_CLEAR);
+}
+
+EXPORT nvmlReturn_t nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1(
+    nvmlDevice_t device, const struct update_profiles *update)
+{
+    DEVICE_CALL(nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1, device, NEEDS_ROOT);
+    REQUIRE(update && update->operation < PROFILES_OPERATIONS, NVML_ERROR_INVALID_ARGUMENT);
+    return change_profiles(
+        CALL_nvmlDeviceWorkloadPowerProfileUpdateProfiles_v1, gpu, &update->mask, update->operation);
 }

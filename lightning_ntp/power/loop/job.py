@@ -1,0 +1,254 @@
+"""Power and pace of one job: what is measured, decided, written and told in one interval."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from lightning_ntp.nvml.readings import Reading
+from lightning_ntp.power.control import BoostSettings, BudgetError, Controller, Decision, HeatLimits, Lever, Measurement
+from lightning_ntp.power.loop.domain import Levers, find_levers
+from lightning_ntp.power.loop.measuring import Measurer
+from lightning_ntp.power.loop.paces import PaceMeter
+from lightning_ntp.power.loop.places import Places, Work
+from lightning_ntp.power.loop.report import Report
+from lightning_ntp.power.loop.settings import PowerSettings
+from lightning_ntp.power.loop.telling import Interval, Telling
+from lightning_ntp.power.loop.writing import Writer
+from lightning_ntp.power.putting_back import Status
+
+_PATIENCE = 60.0
+"""Seconds for devices to be named by their ranks."""
+_ROUNDED_W = 0.5
+"""Drivers round limits."""
+_AGAIN_SECONDS = 5.0
+"""Between two starts of a helper that was lost."""
+_DENIED_SECONDS = 300.0
+"""Until the next fit tries limits again that might not be written: permissions may change."""
+Replicas = Mapping[int, tuple[int, ...]]
+"""Replica -> its slots that work."""
+
+
+class PowerJob:
+    """See the module. All but :meth:`started`, :meth:`lends` and :meth:`why_held` run in the loop's thread.
+
+    Args:
+        settings: See there.
+        job_dir: The job's directory.
+        places: Who works where.
+        alive: Gives the slots that work, or are about to.
+        readings: Gives the driver's newest readings, by UUID.
+    """
+
+    def __init__(
+        self,
+        settings: PowerSettings,
+        job_dir: Path,
+        places: Places,
+        alive: Callable[[], set[int]],
+        readings: Callable[[], Mapping[str, Reading]],
+    ) -> None:
+        self._settings, self._job_dir, self._places = settings, job_dir, places
+        self._alive, self._readings = alive, readings
+        self._paces, self._report = PaceMeter(job_dir), Report(job_dir)
+        self._telling = Telling(job_dir, self._report)
+        self._measurer = Measurer(self._paces, readings, settings.interval, settings.max_temperature)
+        self._levers: Levers | None = None
+        self._owing: list[Writer] = []
+        """They move nothing any more, and have not put everything back yet."""
+        self._controller: Controller | None = None
+        self._decision: Decision | None = None
+        self._began = self._last = time.monotonic()
+        self._not_before = self._denied_until = 0.0
+        self.fatal = ""
+        """Why the job must end."""
+
+    # ---- from other threads -----------------------------------------------------------------------------------
+
+    def started(self, slot: int) -> None:
+        """A rank has started."""
+        self._paces.forget(slot)
+
+    def lends(self, slot: int) -> bool:
+        """Whether others have power that belongs to this slot's GPU."""
+        decision, levers = self._decision, self._levers
+        if decision is None or levers is None or levers.writer is None:
+            return False
+        limits, domain = dict(levers.writer.limits_w), levers.domain
+        if levers.of_slot.get(slot) not in decision.limits_w:
+            return any(watts > domain.shares_w[gpu] + _ROUNDED_W for gpu, watts in limits.items())
+        # it counts as one that works; what was lent may still be out, as a write has failed
+        now = sum(limits[gpu] for gpu in decision.limits_w if gpu in limits) + decision.held_w
+        return now > domain.total_w + _ROUNDED_W
+
+    def why_held(self, slot: int) -> str:
+        """Why :meth:`lends` is still so, for people."""
+        writer = None if self._levers is None else self._levers.writer
+        refused = [] if writer is None else list(writer.refused.values())
+        return "; ".join(f"{each.gpu}: {each.why}" for each in refused[:3]) or "the loop has not come to it"
+
+    # ---- one interval -----------------------------------------------------------------------------------------
+
+    def look(self, go_on: Callable[[], bool]) -> None:
+        """One interval.
+
+        Args:
+            go_on: Whether the job goes on; asked before each write.
+        """
+        self._places.look()
+        self._settle(last=False)
+        work, replicas, now = self._places.work(), self._replicas(), time.monotonic()
+        if not work.training or not replicas:
+            self.give_back()
+            return
+        if self._levers is not None and self._levers.writer is not None and self._levers.writer.lost:
+            why = self._levers.writer.why_lost
+            again = f"in {_AGAIN_SECONDS:g} s another one puts back what this one has not"
+            self._report.event("lost", f"the helper that writes limits is gone: {why}; {again}")
+            self._forget(now + _AGAIN_SECONDS)
+        if self._levers is not None and not self._levers.of_slot.keys() >= {s for of in replicas.values() for s in of}:
+            self._forget(0.0)  # somebody works who was not there when it began
+        if self._controller is None and not self._set_up(now):
+            return
+        assert self._controller is not None and self._levers is not None
+        self._measurer.changed(replicas)
+        idle = self._alive() & self._levers.of_slot.keys() - {s for slots in replicas.values() for s in slots}
+        measurement = self._measurer.measure(self._levers, replicas, idle, work, now)
+        decision = self._controller.step(measurement)
+        self._write(decision, measurement, go_on)
+        self._decision = decision
+        self._tell(measurement, decision, work, replicas, now)
+        self._last = now
+
+    def give_back(self) -> None:
+        """Nobody trains: limits are as at the start. Cheap if they are already."""
+        if self._controller is not None:
+            self._forget(0.0)
+            self._telling.times({})
+            self._report.forget()
+
+    def close(self) -> None:
+        """The job is over."""
+        self._forget(float("inf"))
+        self._settle(last=True)
+        self._paces.close()
+
+    # ---- beginning and ending ---------------------------------------------------------------------------------
+
+    def _replicas(self) -> dict[int, tuple[int, ...]]:
+        """Replica -> its slots that work."""
+        alive = self._alive()
+        found = {r: tuple(s for s in slots if s in alive) for r, slots in self._places.replicas().items()}
+        return {replica: slots for replica, slots in found.items() if slots}
+
+    def _set_up(self, now: float) -> bool:
+        """Find out what there is to move. False as long as it is too early."""
+        homes, named = self._places.homes(self._alive()), self._places.gpus
+        unnamed = [slot for slot in homes if slot not in named]
+        if now < self._not_before or (named and unnamed and now < self._began + _PATIENCE):
+            return False
+        settings = self._settings
+        writes = settings.writes and now >= self._denied_until and not self._owing
+        try:
+            levers = find_levers(settings, self._job_dir.name, homes, named, self._readings(), writes, self._deny)
+        except BudgetError as error:
+            self.fatal = f"PowerManager: {error}"
+            self._not_before = float("inf")
+            return False
+        self._levers = levers
+        turned: frozenset[Lever] = frozenset(settings.levers)
+        if settings.locked_clocks is None and turned != {"clocks"}:
+            turned = frozenset({"power_limit"})
+        hot_c = HeatLimits.hot_c if settings.max_temperature is None else settings.max_temperature
+        heat = HeatLimits(guard_c=settings.margin, hot_c=hot_c)
+        self._controller = Controller(levers.domain, BoostSettings(levers=turned, heat=heat))
+        self._last = now  # what was before is no interval
+        self._paces.begin_anew()
+        self._begin_profiles(levers)
+        self._say_what_there_is(levers)
+        return True
+
+    def _say_what_there_is(self, levers: Levers) -> None:
+        if levers.writer is not None:
+            domain = levers.domain
+            headroom = sum(each.top_w - domain.shares_w[each.gpu] for each in domain.gpus)
+            what = f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W"
+            why = ": the ceilings are the limits at start" if headroom < 0.5 else " up to the ceilings"
+            self._report.once("began", what + why)
+        elif not levers.powered and self._settings.writes:
+            named = bool(self._places.gpus)
+            why = "some limits are not known" if named else "no device is one of NVIDIA's driver"
+            self._report.once("none", f"nothing can be raised: {why}; paces are measured")
+
+    def _begin_profiles(self, levers: Levers) -> None:
+        if not self._settings.profiles or levers.writer is None:
+            return
+        for answer in levers.writer.profiles(self._settings.profiles):
+            if not answer.done:
+                self._report.once("profile", f"workload power profiles of {answer.gpu} are as they were: {answer.why}")
+
+    def _deny(self, why: str) -> None:
+        """Limits may not be written."""
+        self._denied_until = time.monotonic() + _DENIED_SECONDS
+        if self._settings.on_denied == "error":
+            self.fatal = f"PowerManager(on_denied='error'): power limits cannot be written: {why}"
+        moves = self._settings.on_denied == "rebalance" and self._settings.moves_samples
+        instead = "samples move instead" if moves else "nothing is done about it"
+        self._report.once("denied", f"limits cannot be written: {why}; {instead}")
+
+    def _forget(self, not_before: float) -> None:
+        """Give everything back; another controller begins no earlier than that."""
+        levers, self._levers = self._levers, None
+        self._controller = self._decision = None
+        self._not_before = not_before
+        if levers is not None and levers.writer is not None:
+            self._owing.append(levers.writer)
+            self._settle(last=False)
+
+    def _settle(self, last: bool) -> None:
+        """Let go of helpers that have put everything back; the others try on as long as the job lives."""
+        for writer in list(self._owing):
+            left = writer.release()
+            for answer in left:
+                self._report.once("kept", f"{answer.gpu} is not as it was at the start: {answer.why}")
+            if last or not left:
+                writer.close()
+                self._owing.remove(writer)
+
+    # ---- writing ----------------------------------------------------------------------------------------------
+
+    def _write(self, decision: Decision, measurement: Measurement, go_on: Callable[[], bool]) -> None:
+        assert self._levers is not None
+        writer = self._levers.writer
+        if writer is None:
+            return
+        present = {}
+        for gpu in decision.limits_w:
+            reading = measurement.gpus.get(gpu)
+            now_w = None if reading is None else reading.limit_w
+            present[gpu] = writer.limits_w[gpu] if now_w is None else now_w
+        for gpu in writer.write(decision, self._levers.domain, present, go_on):
+            self._measurer.written(gpu, time.monotonic())
+        for gpu, answer in writer.refused.items():
+            if answer.status is Status.DENIED:
+                wish = decision.limits_w.get(gpu)
+                what = f"{gpu} would have got {wish:.0f} W: " if wish is not None else ""
+                self._deny(f"{what}{answer.why}")
+                self._forget(0.0)
+                return
+            self._report.once("refused", f"{gpu} was not written: {answer.why}")
+
+    # ---- telling ----------------------------------------------------------------------------------------------
+
+    def _tell(self, measurement: Measurement, decision: Decision, work: Work, replicas: Replicas, now: float) -> None:
+        levers, settings = self._levers, self._settings
+        denied = self._denied_until > 0 and (levers is None or levers.writer is None)
+        moves = settings.moves_samples and (settings.on_denied == "rebalance" or not denied)
+        self._telling.times({r: time for r, time in decision.relative_time.items() if r >= 0} if moves else {})
+        if levers is None:  # it was denied just now
+            return
+        gpus = {replica: [levers.of_slot[slot] for slot in slots] for replica, slots in replicas.items()}
+        count = self._paces.micro_batches(slot for slots in replicas.values() for slot in slots)
+        seconds, steps = max(1e-3, now - self._last), count / work.micro_batches
+        self._telling.tell(Interval(measurement, decision, levers, gpus, seconds, steps, work.tokens))
