@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lightning_ntp.power.answers import Answer
 from lightning_ntp.power.client import PowerHelper, locked_clocks, power_limit, workload_profiles
 from lightning_ntp.power.control import Decision, Domain, next_write
+from lightning_ntp.power.putting_back import Status
 
 _AGAIN_SECONDS = 30.0
 """Until a GPU that was not written is raised again. It is lowered at once, as often as it takes."""
@@ -92,6 +93,14 @@ class Writer:
         """Request workload power profiles, by number, of all GPUs."""
         assert self._helper is not None
         return self._helper.set(*(workload_profiles(gpu, profiles) for gpu in self.limits_w))
+
+    def denied(self) -> str:
+        """Why limits may not be written, if so; a limit that is there is written to find out."""
+        if self._helper is None:
+            return ""
+        gpu, watts = next(iter(self.limits_w.items()))
+        answer = self._helper.set(power_limit(gpu, watts))[0]
+        return answer.why if answer.status is Status.DENIED else ""
 
     def release(self) -> list[Answer]:
         """Have everything put back.
