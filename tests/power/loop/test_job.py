@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.nvml.mock import MockNvml
-from tests.power.loop.rig import START_W, Looks
+from tests.power.loop.rig import SLOTS, START_W, Looks
 
 
 @pytest.fixture
@@ -124,3 +125,62 @@ def test_samples_that_move_are_no_change_of_pace(looks: Callable[..., Looks]) ->
     job.look()
     job.look(2, {0: 11 / 80, 1: 0.125})
     assert job.relative_times()["1"] == pytest.approx(before, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lend": "node"},
+        {"budget": 600.0},
+        {"budget": 600.0, "ceiling": "found", "lend": "node"},
+        {"budget": 900.0, "ceiling": 300.0},
+        {"ceiling": 150.0},
+        {"lost_draw": 40.0, "lend": "node"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 6))])
+def test_the_budget_holds_after_every_write_whatever_befalls(
+    looks: Callable[..., Looks], nvml: MockNvml, settings: dict[str, Any], seed: int
+) -> None:
+    chance = random.Random(seed)
+    job = looks(**settings)
+    now, seen, started = [START_W] * 4, 0, set(SLOTS)
+    budget = settings.get("budget", 4 * START_W)
+    within = budget >= sum(now)
+
+    def draw(slot: int) -> float:
+        drawn = settings.get("lost_draw", START_W) if slot in job.unread else job.draws_w[slot]
+        return min(drawn, now[slot], min(START_W, budget / 4))
+
+    for _ in range(60):
+        event, idle = chance.random(), False
+        slot = chance.choice(SLOTS)
+        if event < 0.15 and slot in job.alive and len(job.alive) > 1:
+            started.discard(slot)
+            job.lose(slot, chance.choice([60.0, 80.0, 170.0]))
+            job.unread |= {slot} if chance.random() < 0.3 else set()
+        elif event < 0.35 and slot not in job.alive:
+            job.unread.discard(slot)
+            job.alive.add(slot)
+        elif event < 0.4:
+            job.idle()
+            idle = True
+        elif event < 0.45:
+            nvml.fail("nvmlDeviceSetPowerManagementLimit", 999, chance.choice(SLOTS), times=chance.randint(1, 3))
+        ready = {s for s in job.alive - started if not job.job.lends(s)}
+        started |= ready
+        job.draws_w |= dict.fromkeys(ready, 180.0)
+        job.look(1, {r: chance.uniform(0.08, 0.25) for r in (0, 1)})
+        for write in nvml.history()[seen:]:
+            seen += 1
+            now[write.gpu] = write.arguments[0] / 1000
+            held = sum(draw(slot) for slot in SLOTS if slot not in started)
+            total = sum(now[s] for s in started) + held
+            within = not idle and (within or total <= budget)  # nobody trains: the limits are the operator's again
+            assert not within or total <= budget + 0.01, (write, now, started, held)
+        job.work()
+    nvml.release()
+    job.idle()
+    job.look(2)
+    assert job.limits == [START_W] * 4
