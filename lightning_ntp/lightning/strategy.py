@@ -595,6 +595,11 @@ class NTPStrategy(ParallelStrategy):
         """Live replica -> its samples of a whole batch now; empty outside of a fit, or if they cannot be told."""
         return self._changes.shares.counts if self._changes is not None else {}
 
+    @property
+    def coming_sample_shares(self) -> dict[int, int]:
+        """As :attr:`sample_shares`, once the changes have come that were announced, or asked for on this rank."""
+        return self._changes.shares.coming if self._changes is not None else {}
+
     def _drain_self(self, reason: str) -> bool:
         return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)
 

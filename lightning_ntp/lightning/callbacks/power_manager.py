@@ -188,8 +188,10 @@ class PowerManager(Callback):
     def _note_work(self, trainer: Trainer, training: bool = True) -> None:
         """Let the loop know what there is to compute."""
         directory, strategy = self._directory, trainer.strategy
+        if directory is None:  # perhaps of another strategy, which has no shares
+            return
         self._changed, self._told_shares = False, dict(strategy.sample_shares)  # type: ignore[attr-defined]
-        if directory is None or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         note: dict[str, Any] = {"training": training}
         if training:
@@ -227,19 +229,19 @@ class PowerManager(Callback):
             return
         self._cannot = False
         counts = self._counts(trainer)
-        if counts != dict(strategy.sample_shares):  # type: ignore[attr-defined]
+        if counts != _coming(trainer):
             strategy.share_samples(counts)  # type: ignore[attr-defined]
 
     def _counts(self, trainer: Trainer) -> dict[int, int] | None:
         """Samples per replica, by what each needs for one."""
-        present: Mapping[int, int] = trainer.strategy.sample_shares  # type: ignore[attr-defined]
+        present = _coming(trainer)
         if not self._relative:
             return None
         paces = {replica: Pace(self._relative.get(replica, 1.0)) for replica in present}
         return split(sum(present.values()), paces, present)
 
     def _shares_differ(self, trainer: Trainer) -> bool:
-        return len(set(trainer.strategy.sample_shares.values())) > 1  # type: ignore[attr-defined]
+        return len(set(_coming(trainer).values())) > 1
 
     # ---- what is told -------------------------------------------------------------------------------------------
 
@@ -252,6 +254,12 @@ class PowerManager(Callback):
         for entry in entries if trainer.is_global_zero else ():
             details = {key: entry[key] for key in ("kind", "text", "replica", "values") if key in entry}
             trainer.strategy.record_event("power", monotonic=entry["monotonic"], **details)  # type: ignore[attr-defined]
+
+
+def _coming(trainer: Trainer) -> Mapping[int, int]:
+    """The shares to come: those of now say nothing if others are on their way, behind what workers have fetched."""
+    shares: Mapping[int, int] = trainer.strategy.coming_sample_shares  # type: ignore[attr-defined]
+    return shares
 
 
 def _profile(name: int | str) -> int:

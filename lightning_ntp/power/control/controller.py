@@ -265,7 +265,7 @@ class _Draw:
             return None
         self._recent.append(power_w)
         if len(self._recent) < DRAW_READINGS:
-            return None
+            return math.inf  # it can be read, and is soon known: until then it may draw all that it has
         highest = max(self._recent)
         if self._counted is None or not self._counted - DRAW_MARGIN_W - DRAW_STEP_W <= highest <= self._counted:
             self._counted = highest + DRAW_MARGIN_W

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -106,8 +107,9 @@ class Telling:
             return
         self._serial += 1
         content = {"serial": self._serial, "relative_time": {str(r): round(time, 4) for r, time in now.items()}}
-        jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
-        self._times = now
+        with contextlib.suppress(OSError):  # a disk that is full takes no power from anybody; it is tried again
+            jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
+            self._times = now
 
     def _learn_prices(self, interval: Interval) -> None:
         """What a boost costs, from what was measured at the powers that the replica came through."""
