@@ -44,7 +44,7 @@ def show(recording: Recording) -> None:
             _row("slot 7 is back", [m for m in recording.moments if m.at > back + 3])
     hottest = max(max(m.temperatures) for m in recording.moments)
     budget = max((m.state.get("budget_w") or 0.0 for m in recording.moments), default=0.0)
-    highest, largest = max(recording.written_w, default=0.0), max(recording.sums_w, default=0.0)
+    highest, largest = max(recording.written_w, default=0.0), recording.largest_sum_w
     print(
         f"hottest GPU {hottest:.0f} C; {len(recording.written_w)} writes of limits, the highest {highest:.0f} W;",
         end=" ",
