@@ -573,7 +573,7 @@ class NTPStrategy(ParallelStrategy):
                 launch.
 
         Raises:
-            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`can_share_samples`.
+            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`sharing_problem`.
             RuntimeError: Outside of a fit.
         """
         if self._changes is None:
@@ -581,7 +581,7 @@ class NTPStrategy(ParallelStrategy):
         self._changes.shares.request(counts)
 
     @property
-    def can_share_samples(self) -> str:
+    def sharing_problem(self) -> str:
         """Why :meth:`share_samples` would be refused whatever the counts; empty if it would not.
 
         It takes a single DataLoader over a map-style dataset, with the sampler that the Trainer has put in.

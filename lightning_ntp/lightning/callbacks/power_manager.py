@@ -82,8 +82,14 @@ class PowerManager(Callback):
         gpus: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(levers, str) or isinstance(gpus, str) or isinstance(profiles, str):
-            raise ValueError(f"levers={levers!r}, profiles={profiles!r} and gpus={gpus!r} must be lists")
+        for name, value in (
+            ("levers", levers),
+            ("profiles", profiles),
+            ("gpus", gpus),
+            ("locked_clocks", locked_clocks),
+        ):
+            if value is not None and not isinstance(value, list | tuple):
+                raise ValueError(f"{name}={value!r} must be a list")
         if tokens_per_step is not None and not (type(tokens_per_step) is int and tokens_per_step > 0):
             raise ValueError(f"tokens_per_step={tokens_per_step!r} must be a whole number above 0, or None")
         clocks: Any = None if locked_clocks is None else tuple(locked_clocks)
@@ -100,7 +106,7 @@ class PowerManager(Callback):
             tuple(map(_profile, profiles)),
             on_denied,
             interval,
-            None if socket is None else str(socket),
+            str(socket) if isinstance(socket, Path) else socket,
             tuple(gpus or ()),
         )
         self.tokens_per_step = tokens_per_step
@@ -221,7 +227,7 @@ class PowerManager(Callback):
         self._seen = written
         if not self._relative and not self._shares_differ(trainer):
             return
-        why = strategy.can_share_samples  # type: ignore[attr-defined]
+        why = strategy.sharing_problem  # type: ignore[attr-defined]
         if why:
             if not self._cannot:
                 self._cannot = True

@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_ntp.nvml.readings import Reading
-from lightning_ntp.power.control import BoostSettings, BudgetError, Controller, Decision, HeatLimits, Lever, Measurement
+from lightning_ntp.power.control import (
+    BoostSettings,
+    BudgetError,
+    Controller,
+    Decision,
+    Domain,
+    HeatLimits,
+    Lever,
+    Measurement,
+)
 from lightning_ntp.power.loop.domain import Levers, find_levers
 from lightning_ntp.power.loop.measuring import Measurer
 from lightning_ntp.power.loop.paces import PaceMeter
@@ -207,16 +216,26 @@ class PowerJob:
         return not denied
 
     def _say_what_there_is(self, levers: Levers) -> None:
+        domain, settings = levers.domain, self._settings
+        then = "samples move if a replica is slower" if settings.moves_samples else "no samples move"
         if levers.writer is not None:
-            domain = levers.domain
-            headroom = sum(each.top_w - domain.shares_w[each.gpu] for each in domain.gpus)
-            what = f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W"
-            why = ": the ceilings are the limits at start" if headroom < 0.5 else " up to the ceilings"
-            self._report.once("began", what + why)
-        elif not levers.powered and self._settings.writes:
+            shares = sum(domain.shares_w.values())
+            ceilings, budget = (max(0.0, top - shares) for top in (_tops(domain), domain.total_w))
+            why = (
+                "the ceilings are the limits at start"
+                if ceilings < _ROUNDED_W
+                else (f"the budget leaves {budget:.0f} W and what lost GPUs do not draw, the ceilings {ceilings:.0f} W")
+            )
+            headroom = min(ceilings, budget)
+            self._report.once("began", f"{len(domain.gpus)} GPUs with {shares:.0f} W; headroom {headroom:.0f} W: {why}")
+        elif not settings.writes:
+            self._report.once("began", f"paces are measured, no limit is written; {then}")
+        elif not levers.powered:
             named = bool(self._places.gpus)
             why = "some limits are not known" if named else "no device is one of NVIDIA's driver"
-            self._report.once("none", f"nothing can be raised: {why}; paces are measured")
+            if settings.on_denied == "error":
+                self._deny(why)
+            self._report.once("none", f"nothing can be raised: {why}; paces are measured, {then}")
 
     def _begin_profiles(self, levers: Levers) -> None:
         if not self._settings.profiles or levers.writer is None:
@@ -231,8 +250,10 @@ class PowerJob:
         self._denied_until = time.monotonic() + _DENIED_SECONDS
         if self._settings.on_denied == "error":
             self.fatal = f"PowerManager(on_denied='error'): power limits cannot be written: {why}"
+            return
         moves = self._settings.on_denied == "rebalance" and self._settings.moves_samples
-        instead = "samples move instead" if moves else "nothing is done about it"
+        several = len(self._places.replicas()) > 1
+        instead = "samples move instead" if moves and several else "nothing is done about it"
         if not again:
             self._report.once("denied", f"limits cannot be written: {why}; {instead}")
 
@@ -291,3 +312,8 @@ class PowerJob:
         count = self._paces.micro_batches(slot for slots in replicas.values() for slot in slots)
         seconds, steps = max(1e-3, now - self._last), count / work.micro_batches
         self._telling.tell(Interval(measurement, decision, levers, gpus, seconds, steps, work.tokens))
+
+
+def _tops(domain: Domain) -> float:
+    """The sum of the ceilings, W."""
+    return sum(each.top_w for each in domain.gpus)

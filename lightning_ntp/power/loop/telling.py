@@ -91,8 +91,8 @@ class Telling:
             self._report.limits(interval.limits_w, interval.start_w, counts)
             self._learn_prices(interval)
         if interval.levers.writer is None:  # of headroom nobody asks where nothing may be raised
-            notes = tuple(note for note in notes if "is missing" in note)
-        self._report.notes(notes)
+            notes = tuple(note for note in notes if "headroom" not in note)
+        self._report.notes(notes, interval.decision.missing_percent)
         self._report.state(_state(interval, spent))
 
     def times(self, relative: Mapping[int, float]) -> None:
