@@ -204,6 +204,7 @@ class PowerManager(Callback):
             topology: Topology = strategy.topology  # type: ignore[attr-defined]
             note |= {
                 "planned": planned_times(strategy.sharded, topology),  # type: ignore[attr-defined]
+                "degrees": {replica: topology.degrees[replica] for replica in topology.live_replicas},
                 "samples": self._told_shares,
                 "micro_batches": trainer.accumulate_grad_batches,
                 "tokens": self.tokens_per_step or 0,

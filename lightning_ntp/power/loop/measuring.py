@@ -63,7 +63,9 @@ class Measurer:
         """
         of_slot = levers.of_slot
         live = {replica: tuple(of_slot[slot] for slot in slots) for replica, slots in replicas.items()}
-        planned = {replica: work.planned[replica] for replica in replicas if replica in work.planned}
+        # who works there is known before rank 0 has said what that takes: until then the controller counts GPUs
+        said = [r for r, slots in replicas.items() if r in work.planned and work.degrees.get(r, 0) == len(slots)]
+        planned = {replica: work.planned[replica] for replica in said}
         for slot in idle:
             # each a replica by itself, as fast as the fastest: it keeps its power, and nobody is measured by it
             live[-1 - slot] = (of_slot[slot],)

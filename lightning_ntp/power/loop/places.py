@@ -22,6 +22,7 @@ class Work:
         samples: Replica -> samples of a micro-batch.
         micro_batches: Of a step.
         tokens: Of a step; 0 if nobody has said it.
+        degrees: Replica -> GPUs for which ``planned`` was said.
     """
 
     training: bool = False
@@ -29,6 +30,7 @@ class Work:
     samples: Mapping[int, int] = field(default_factory=dict)
     micro_batches: int = 1
     tokens: int = 0
+    degrees: Mapping[int, int] = field(default_factory=dict)
 
 
 class Places:
@@ -75,6 +77,7 @@ class Places:
                 {int(replica): int(count) for replica, count in found.get("samples", {}).items()},
                 max(1, int(found.get("micro_batches", 1))),
                 max(0, int(found.get("tokens", 0))),
+                {int(replica): int(degree) for replica, degree in found.get("degrees", {}).items()},
             )
         except (TypeError, ValueError, AttributeError):
             return Work()
