@@ -86,6 +86,8 @@ class PowerJob:
         decision, levers = self._decision, self._levers
         if decision is None or levers is None or levers.writer is None:
             return False
+        if slot not in levers.of_slot and slot not in self._places.gpus:
+            return False  # nobody knows its GPU
         limits, domain = dict(levers.writer.limits_w), levers.domain
         if levers.of_slot.get(slot) not in decision.limits_w:
             return any(watts > domain.shares_w[gpu] + _ROUNDED_W for gpu, watts in limits.items())
@@ -191,9 +193,11 @@ class PowerJob:
         """Whether somebody works who was not there when it began, or whose GPU could not be had then."""
         assert self._levers is not None
         of_slot, writer = self._levers.of_slot, self._levers.writer
-        if not of_slot.keys() >= {slot for slots in replicas.values() for slot in slots}:
+        alive = self._alive()
+        here = {slot for slots in replicas.values() for slot in slots} | alive & self._places.gpus.keys()
+        if not of_slot.keys() >= here:
             return True
-        return writer is not None and any(of_slot[s] not in writer.limits_w for s in self._alive() & of_slot.keys())
+        return writer is not None and any(of_slot[slot] not in writer.limits_w for slot in alive & of_slot.keys())
 
     def _may_write_again(self, now: float) -> bool:
         """Whether what has kept this controller from writing is over. Another one is to begin then; as long as it is

@@ -49,11 +49,12 @@ class Places:
         self._homes: dict[int, int] = {}
 
     def homes(self, alive: set[int]) -> dict[int, int]:
-        """Slot -> replica in which it has worked first; spares have one of their own, below 0."""
+        """Slot -> replica in which it has worked first; others have one of their own, below 0: spares, and who was lost
+        before anybody looked, whose GPU draws all the same."""
         for replica, slots in self.replicas().items():
             for slot in slots:
                 self._homes.setdefault(slot, replica)
-        return {slot: self._homes.get(slot, -1 - slot) for slot in sorted({*self._homes, *alive})}
+        return {slot: self._homes.get(slot, -1 - slot) for slot in sorted({*self._homes, *alive, *self.gpus})}
 
     def look(self) -> None:
         """Take in what was noted since. The device of a slot does not change."""

@@ -184,3 +184,13 @@ def test_the_budget_holds_after_every_write_whatever_befalls(
     job.idle()
     job.look(2)
     assert job.limits == [START_W] * 4
+
+
+def test_who_is_lost_before_the_first_look_draws_power_and_comes_back_at_once(looks: Callable[..., Looks]) -> None:
+    job = looks(budget=600.0, lend="node")
+    job.lose(0, draws_w=80.0)
+    job.look(6, {0: 0.2, 1: 0.1})
+    assert 190 < job.limits[1] and sum(job.limits[1:]) <= 600 - 80
+    job.alive.add(0)
+    job.look(2)
+    assert not job.job.lends(0) and sum(job.limits) <= 600
