@@ -103,7 +103,7 @@ def row(scenario: Scenario, got: Recording) -> bool:
     over = max(shrunken[-1].compute().values()) / shrunken[-1].best_compute - 1
     highest = max(got.written_w, default=0.0)
     hottest = max(max(moment.temperatures) for moment in got.moments)
-    largest = max(got.sums_w, default=0.0)
+    largest = got.largest_sum_w
     back = got.limits_at_end == [300.0] * GPUS
     before = joules([m for m in got.looks(got.moments) if lost - 6 < m.at < lost])
     after = joules(looks[-6:])

@@ -96,7 +96,7 @@ class Moment:
         equal = sum(present.values()) / max(1, len(present))
         return {
             number: (samples or present)[number] / equal * planned[number] / min(self.speeds[slot] for slot in slots)
-            for number, slots in enumerate(self.replicas)
+            for number, slots in enumerate([self.live.intersection(each) for each in self.replicas])
             if slots and number in planned and number in present
         }
 
@@ -118,7 +118,6 @@ class Recording:
         written_w: Every limit that was written.
         limits_at_end: When everything had ended.
         events: Of kind ``power``, as ``events.jsonl`` has them.
-        output: What the job has printed.
         full_step_s: Seconds that a step takes at full degree and highest clock.
     """
 
@@ -127,7 +126,6 @@ class Recording:
     written_w: list[float] = field(default_factory=list)
     limits_at_end: list[float] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    output: str = ""
     full_step_s: float = 0.0
 
     @property
@@ -141,6 +139,16 @@ class Recording:
         found = [m for m in self.moments if sorted(map(len, m.replicas)) == [GPUS // 2 - 1, GPUS // 2]]
         starts = next((m.at for m in found if len(m.live) == GPUS and m.at > found[0].at + 1), None)
         return [m for m in found if starts is None or m.at < starts - _HELD_BACK_SECONDS]
+
+    @property
+    def largest_sum_w(self) -> float:
+        """The most that limits (and draws of GPUs without a rank) have added up to: after any write, at any moment."""
+        each = (
+            sum(m.limits_w[gpu] if gpu in m.live else m.watts[gpu] for gpu in range(GPUS))
+            for m in self.moments
+            if len(m.live) >= GPUS - 1
+        )
+        return max(*self.sums_w, *each, 0.0)
 
     @property
     def back_at(self) -> float | None:
@@ -240,7 +248,7 @@ def record(
         machine: The GPUs.
         directory: For the job's files.
         seconds: That a step takes at full degree and highest clock.
-        show: Whether what the job prints is shown at once.
+        show: Whether what the job prints is shown, rather than kept in ``output.txt``.
         meanwhile: Called many times a second.
 
     Raises:
@@ -251,19 +259,18 @@ def record(
         environment = {**mock.environment(), DIRECTORY_VARIABLE: str(Path(name, "journal")), "OMP_NUM_THREADS": "1"}
         command = [sys.executable, str(HERE / "train.py"), "--accelerator", "cpu", "--simulated", str(seconds)]
         directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "output.txt", "w+b") as output:
+        with open(directory / "output.txt", "wb") as output:
             process = subprocess.Popen(
                 [*command, "--output", str(directory), *arguments],
                 env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
+                stdout=None if show else output,
+                stderr=None if show else output,
             )
-            recorder, shown = Recorder(mock, process.pid, machine.start_w), 0
+            recorder = Recorder(mock, process.pid, machine.start_w)
             try:
                 while process.poll() is None:
                     recorder.look()
                     meanwhile(mock, recorder.recording)
-                    shown += _show(directory / "output.txt", shown) if show else 0
                     time.sleep(_POLL_SECONDS)
             finally:
                 if process.poll() is None:
@@ -273,25 +280,14 @@ def record(
         recording = recorder.recording
         recording.full_step_s = seconds
         recording.limits_at_end = [mock.get("power_limit", gpu) / 1000 for gpu in range(GPUS)]
-        recording.output = (directory / "output.txt").read_text(errors="replace")
         mock.close()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}\n{recording.output[-4000:]}")
+        told = (directory / "output.txt").read_text(errors="replace")[-4000:]
+        raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}\n{told}")
     for path in sorted(directory.glob("lightning_logs/*/events.jsonl"))[-1:]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         recording.events = [each for each in lines if each["event"] == "power"]
     return recording
-
-
-def _show(path: Path, shown: int) -> int:
-    """Print what is new in a file, whole lines of it; returns the number of bytes."""
-    with open(path, "rb") as file:
-        file.seek(shown)
-        new = file.read()
-    new = new[: new.rfind(b"\n") + 1]
-    sys.stdout.write(new.decode(errors="replace"))
-    sys.stdout.flush()
-    return len(new)
 
 
 def _read(path: Path) -> dict[str, Any]:

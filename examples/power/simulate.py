@@ -44,7 +44,7 @@ def show(recording: Recording) -> None:
             _row("slot 7 is back", [m for m in recording.moments if m.at > back + 3])
     hottest = max(max(m.temperatures) for m in recording.moments)
     budget = max((m.state.get("budget_w") or 0.0 for m in recording.moments), default=0.0)
-    highest, largest = max(recording.written_w, default=0.0), max(recording.sums_w, default=0.0)
+    highest, largest = max(recording.written_w, default=0.0), recording.largest_sum_w
     print(
         f"hottest GPU {hottest:.0f} C; {len(recording.written_w)} writes of limits, the highest {highest:.0f} W;",
         end=" ",
@@ -129,13 +129,13 @@ def _held(values: Sequence[float | None]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, default="headroom", help="how much power there is")
-    parser.add_argument("--plot", type=Path, metavar="PATH", default=Path("outputs/power/loss.svg"))
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="where the picture goes (default: OUTPUT/loss.svg)")
     parser.add_argument("--output", type=Path, default=Path("outputs/power"))
     options, more = parser.parse_known_args()  # the rest is for train.py
     arguments = ["--interval", "1", "--restart-after", "20", *CASES[options.case], *more]
     recording = record(arguments, Machine(), options.output)
     show(recording)
-    plot(recording, options.plot)
+    plot(recording, options.plot or options.output / "loss.svg")
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class Status:
     """Of its run."""
     events: list[dict[str, Any]]
     """The newest ones."""
+    power: dict[str, Any]
+    """By replica, of a job with a PowerManager."""
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -88,7 +90,8 @@ def look(job: RunningJob, events: int) -> Status:
     path = Path(directory) / FILE_NAME
     if directory and path.exists():
         newest.extend(read_events(path))
-    return Status(job.name, job.supervisor, [len(each) for each in layout], slots, directory, list(newest))
+    power = _read(jobs.power_state(job.directory)).get("replicas", {})
+    return Status(job.name, job.supervisor, [len(each) for each in layout], slots, directory, list(newest), power)
 
 
 def describe(status: Status) -> list[str]:
@@ -113,6 +116,7 @@ def describe(status: Status) -> list[str]:
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     for slot in status.slots:
         lines += [f"slot {slot.slot}: {wrong}" for wrong in slot.wrong]
+    lines += [_power_line(replica, each) for replica, each in status.power.items()]
     if not any(slot.health for slot in status.slots):
         lines.append("the health of devices is not watched: add lightning_ntp.callbacks.HealthMonitor")
     if status.events:
@@ -160,9 +164,24 @@ def _event_line(event: Mapping[str, Any]) -> str:
     except ValueError:
         when = "--:--:--"
     step = "" if event.get("step") is None else f" step {event['step']}"
+    if event.get("event") == "power":
+        return f"  {when}{step} power: {event.get('text')}"
     fixed = ("time", "monotonic", "event", "slot", "step", "seconds", "values", "sources")
     more = [f"{key} {value}" for key, value in event.items() if key not in fixed and value not in ("", None, [])]
     return f"  {when}{step} {event.get('event')} slot {event.get('slot')}{': ' if more else ''}{', '.join(more)}"
+
+
+def _power_line(replica: str, state: Mapping[str, Any]) -> str:
+    parts = []
+    if state.get("watts") is not None:
+        parts.append(f"draws {state['watts']:.0f} W")
+    if state.get("limit_w") is not None:
+        parts.append(f"limits of {state['limit_w']:.0f} W ({state['start_w']:.0f} W at start)")
+    if state.get("compute_s") is not None:
+        parts.append(f"computes {1e3 * state['compute_s']:.0f} ms per micro-batch")
+    if state.get("samples") is not None:
+        parts.append(f"of {state['samples']} samples")
+    return f"replica {replica}: {', '.join(parts) or 'not measured yet'}"
 
 
 def _read(path: Path) -> dict[str, Any]:

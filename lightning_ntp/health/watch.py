@@ -141,6 +141,9 @@ class HealthWatch:
             condemned, self._condemned = self._condemned, {}
         return condemned
 
+    def failed(self) -> str:
+        return ""
+
     def leaving(self) -> Mapping[int, str]:
         if not self._leaving:  # asked all the time
             return {}

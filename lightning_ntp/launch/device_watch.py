@@ -32,6 +32,9 @@ class DeviceWatch(Protocol):
     def condemned(self) -> Mapping[int, str]:
         """Slots whose rank shall end now, each with the reason. Everyone is named once."""
 
+    def failed(self) -> str:
+        """Why the job must end, for its user; empty as long as it need not."""
+
     def leaving(self) -> Mapping[int, str]:
         """Slots whose rank was told to leave as planned and has not yet, each with the reason. One that has joined
         nobody so far has nothing to take along, so it can be ended."""

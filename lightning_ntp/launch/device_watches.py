@@ -38,6 +38,9 @@ class DeviceWatches:
     def condemned(self) -> Mapping[int, str]:
         return self._first(watch.condemned() for watch in self._watches)
 
+    def failed(self) -> str:
+        return next(filter(None, (watch.failed() for watch in self._watches)), "")
+
     def leaving(self) -> Mapping[int, str]:
         return self._first(watch.leaving() for watch in self._watches)
 

@@ -116,8 +116,9 @@ def paces_note(directory: Path) -> Path:
 def work_note(directory: Path) -> Path:
     """The file in which rank 0 says what there is to compute, as one JSON object.
 
-    ``planned``: replica -> compute time at its degree over that at the full one; ``samples``: replica -> samples of a
-    micro-batch; ``tokens``: of a step, 0 if nobody has said it; ``training``: whether a fit is running.
+    ``planned``: replica -> compute time at its degree over that at the full one; ``degrees``: replica -> that degree;
+    ``samples``: replica -> samples of a micro-batch; ``tokens``: of a step, 0 if nobody has said it; ``training``:
+    whether a fit is running.
     """
     return directory / "work.json"
 

@@ -237,6 +237,7 @@ class Supervisor:
             recovers = self._deaths.expected
             ready, _, _ = select.select([server.channel], [], [], LOOK_SECONDS if recovers else _TICK)
             self._look_for_joined()
+            self._end_if_watch_fails()
             if recovers and not self._told_to_end:
                 self._deaths.look()
                 if self._device_watch is not None:
@@ -398,6 +399,13 @@ class Supervisor:
         if why:
             self._failures.append(Failure(-1, f"The job cannot go on: {why}", 1, float("-inf"), signature="stuck"))
             self._ending.give_up(now)
+
+    def _end_if_watch_fails(self) -> None:
+        if self._device_watch is None or self._told_to_end or self._failures:
+            return
+        if why := self._device_watch.failed():
+            self._failures.append(Failure(-1, f"The job ends: {why}", 1, float("-inf"), signature="watch"))
+            self._ending.give_up(time.monotonic())
 
     @property
     def _told_to_end(self) -> bool:

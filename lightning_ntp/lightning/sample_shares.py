@@ -53,6 +53,8 @@ class SampleShares:
         self._record = record
         self._wanted = 0
         """The number of this rank's newest request."""
+        self._asked: Counts | None = None
+        """What it asks for."""
         self._heard: tuple[int, ...] | None = None
         self._drawn_by: list[BatchSampler] = []
         self._memory: tuple[int, int] = (0, 0)
@@ -109,6 +111,13 @@ class SampleShares:
         now = self._batches.counts(self._trainer, max(0, self._trainer.fit_loop.batch_idx))
         return self._sizes(now, size, live)
 
+    @property
+    def coming(self) -> dict[int, int]:
+        """As :attr:`counts`, once what was announced has come, and what this rank has asked for."""
+        size, schedule = self._batches.shared(self._trainer).batch_size, self._batches.schedule
+        newest = self._asked if self._wanted > schedule.version else schedule.newest
+        return self._sizes(newest, size, self._live) if size else {}
+
     def request(self, counts: Mapping[int, int] | None) -> None:
         """Let replicas take so many samples of every global batch, from one of the next steps on. From any rank.
 
@@ -130,6 +139,7 @@ class SampleShares:
         number = self._runtime.membership.count("shares")
         self._runtime.membership.post(_key(number), json.dumps(note))
         self._wanted = number
+        self._asked = None if note is None else tuple(note.get(str(each), 0) for each in range(self._replicas))
 
     def _mistake(self, counts: Any) -> str:
         live, whole = self._live, self.samples

@@ -152,7 +152,10 @@ def _why_not(loader: Any) -> str:
     )
     if known:
         return ""
+    what = describe_source(loader)
+    if isinstance(loader, list | tuple | dict):
+        what = f"a {type(loader).__name__} of loaders ({what})"
     return (
         "only a single DataLoader over a map-style dataset, with the sampler that the Trainer has put in, can be shared"
-        f" among replicas; this is {describe_source(loader)}"
+        f" among replicas; this is {what}"
     )

@@ -573,7 +573,7 @@ class NTPStrategy(ParallelStrategy):
                 launch.
 
         Raises:
-            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`can_share_samples`.
+            ValueError: If a count is wrong, or the training data do not allow it: see :attr:`sharing_problem`.
             RuntimeError: Outside of a fit.
         """
         if self._changes is None:
@@ -581,7 +581,7 @@ class NTPStrategy(ParallelStrategy):
         self._changes.shares.request(counts)
 
     @property
-    def can_share_samples(self) -> str:
+    def sharing_problem(self) -> str:
         """Why :meth:`share_samples` would be refused whatever the counts; empty if it would not.
 
         It takes a single DataLoader over a map-style dataset, with the sampler that the Trainer has put in.
@@ -594,6 +594,11 @@ class NTPStrategy(ParallelStrategy):
     def sample_shares(self) -> dict[int, int]:
         """Live replica -> its samples of a whole batch now; empty outside of a fit, or if they cannot be told."""
         return self._changes.shares.counts if self._changes is not None else {}
+
+    @property
+    def coming_sample_shares(self) -> dict[int, int]:
+        """As :attr:`sample_shares`, once the changes have come that were announced, or asked for on this rank."""
+        return self._changes.shares.coming if self._changes is not None else {}
 
     def _drain_self(self, reason: str) -> bool:
         return self._changes is not None and self._changes.may_drain(self.generation.slot, reason)

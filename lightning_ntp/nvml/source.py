@@ -38,12 +38,20 @@ class NvmlSource:
         interval: Seconds between two looks at a device.
         stall: A driver call that takes more seconds hangs.
         renew: Seconds between two new starts of NVML for a device that is lost.
+        off_means: What is said where there is no driver.
 
     Raises:
         ValueError: If one of them is no number of seconds.
     """
 
-    def __init__(self, interval: float = 1.0, stall: float = 5.0, renew: float = 5.0) -> None:
+    def __init__(
+        self,
+        interval: float = 1.0,
+        stall: float = 5.0,
+        renew: float = 5.0,
+        off_means: str = "health of GPUs is not watched",
+    ) -> None:
+        self._off_means = off_means
         for name, seconds in (("interval", interval), ("stall", stall), ("renew", renew)):
             if not 0 < seconds <= 86400:
                 raise ValueError(f"{name}={seconds!r} must be a number of seconds above 0, up to 86400")
@@ -151,7 +159,7 @@ class NvmlSource:
                 log.warning("health of GPUs: %s", message["note"])
         elif "off" in message:
             self._off = True
-            log.warning("health of GPUs is not watched: %s; training goes on", message["off"])
+            log.warning("%s: %s; training goes on", self._off_means, message["off"])
 
 
 def _devices(job: WatchedJob) -> list[str]:

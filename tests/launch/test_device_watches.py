@@ -33,6 +33,9 @@ class Notes:
         found, self._condemns = self._condemns, {}
         return found
 
+    def failed(self) -> str:
+        return self._unfit
+
     def leaving(self) -> Mapping[int, str]:
         return self._condemns
 
@@ -70,6 +73,11 @@ def test_what_any_of_them_says_counts_and_the_first_gives_the_reason() -> None:
     assert both.sent_away(2) and not both.sent_away(3)
     assert both.leaving() == {1: "hot", 2: "lost"}
     assert both.condemned() == {1: "hot", 2: "lost"} and both.condemned() == {}
+
+
+def test_one_of_them_can_end_the_job() -> None:
+    assert DeviceWatches([Notes({}), Notes({}, unfit="may not write")]).failed() == "may not write"
+    assert DeviceWatches([Notes({}), Notes({})]).failed() == ""
 
 
 def test_who_objects_first_is_enough() -> None:

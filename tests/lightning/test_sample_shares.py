@@ -40,7 +40,7 @@ class Asks(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
-        self.why.add(strategy.can_share_samples)
+        self.why.add(strategy.sharing_problem)
         if trainer.global_step == 1:
             strategy._changes.shares.may_move()
             for counts in self.asked:
@@ -72,7 +72,7 @@ def _bad_input() -> Any:
             strategy.share_samples({0: 3, 1: 1})
         except RuntimeError as error:
             outside.append(str(error))
-        assert strategy.sample_shares == {} and "only while a fit is running" in strategy.can_share_samples
+        assert strategy.sample_shares == {} and "only while a fit is running" in strategy.sharing_problem
     loader = trainer.train_dataloader
     assert type(loader.batch_sampler) is BatchSampler, "the loader is as it was"
     return outside, asks.told, asks.why, asks.shares, asks.sizes

@@ -121,7 +121,7 @@ def test_a_shrunken_replica_is_given_power_which_is_put_back(
     got = run(supervising, tmp_path, nvml, LOSS, JOB, ROOM)
     assert got.code == 0, got.output
     print(got.output)
-    assert "power: 4 GPUs, a budget of 1600 W; headroom 1860 W up to the ceilings" in got.output
+    assert "power: 4 GPUs with 740 W; headroom 860 W: the budget leaves 860 W" in got.output
     assert "power: replica 1: 250 W per GPU on 1 GPUs, +65 W over the limit at start" in got.output
     assert [last_limit(nvml, gpu) for gpu in (0, 1, 3)] == [0.0, 0.0, 0.0], "only who has lost a GPU is boosted"
     assert 250 <= last_limit(nvml, 2) <= 650
@@ -139,7 +139,7 @@ def test_what_power_cannot_do_samples_do(supervising: SupervisingProcess, tmp_pa
     got = run(supervising, tmp_path, nvml, replace(LOSS, sample_s=0.005), job, {})
     print(got.output)
     assert got.code == 0 and nvml.history() == [], got.output
-    assert "power: 4 GPUs, a budget of 740 W; headroom 0 W: the ceilings are the limits at start" in got.output
+    assert "power: 4 GPUs with 740 W; headroom 0 W: the ceilings are the limits at start" in got.output
     assert "power: replica 1: headroom 0 W: the ceiling is 185 W, the limit at start" in got.output
     shares = [moment.shares for moment in moments(tmp_path)]
     assert shares[0] == {0: 12, 1: 12} and {8, 9, 10} & {each[1] for each in shares}, shares
@@ -422,9 +422,17 @@ def test_what_does_not_fit_the_hardware_is_told_before_anything_starts(
     [
         ({"straggler": "fast"}, "straggler='fast' must be one of"),
         ({"levers": ("fans",)}, r"levers=\['fans'\] must be some of"),
-        ({"levers": "clocks"}, "must be lists"),
+        ({"levers": "clocks"}, "levers='clocks' must be a list"),
+        ({"locked_clocks": 1200}, "locked_clocks=1200 must be a list"),
+        ({"margin": None}, "margin=None"),
+        ({"ceiling": None}, "ceiling=None"),
+        ({"max_temperature": 1000}, "max_temperature=1000"),
+        ({"interval": 0.001}, "interval=0.001"),
+        ({"socket": 3}, "socket=3 must be a path"),
+        ({"gpus": ["0", "1"]}, "gpus: '0' is no UUID"),
+        ({"gpus": [GPUS[0], GPUS[0]]}, "names a GPU twice"),
         ({"ceiling": "high"}, "ceiling='high' must be one of .* or a number of watts"),
-        ({"ceiling": 0}, "ceiling=0 must be a number of watts above 0"),
+        ({"ceiling": 0}, "ceiling=0 must be a number above 0"),
         ({"budget": float("nan")}, "budget=nan"),
         ({"lost_draw": -1}, "lost_draw=-1"),
         ({"interval": 0}, "interval=0"),
@@ -436,7 +444,7 @@ def test_what_does_not_fit_the_hardware_is_told_before_anything_starts(
         ({"tokens_per_step": 0}, "tokens_per_step=0"),
         ({"on_denied": "ignore"}, "on_denied='ignore'"),
         ({"lend": "rack"}, "lend='rack'"),
-        ({"gpus": [""]}, "gpus="),
+        ({"gpus": [""]}, "gpus: '' is no UUID"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:

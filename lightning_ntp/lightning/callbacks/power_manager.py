@@ -82,8 +82,14 @@ class PowerManager(Callback):
         gpus: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(levers, str) or isinstance(gpus, str) or isinstance(profiles, str):
-            raise ValueError(f"levers={levers!r}, profiles={profiles!r} and gpus={gpus!r} must be lists")
+        for name, value in (
+            ("levers", levers),
+            ("profiles", profiles),
+            ("gpus", gpus),
+            ("locked_clocks", locked_clocks),
+        ):
+            if value is not None and not isinstance(value, list | tuple):
+                raise ValueError(f"{name}={value!r} must be a list")
         if tokens_per_step is not None and not (type(tokens_per_step) is int and tokens_per_step > 0):
             raise ValueError(f"tokens_per_step={tokens_per_step!r} must be a whole number above 0, or None")
         clocks: Any = None if locked_clocks is None else tuple(locked_clocks)
@@ -100,7 +106,7 @@ class PowerManager(Callback):
             tuple(map(_profile, profiles)),
             on_denied,
             interval,
-            None if socket is None else str(socket),
+            str(socket) if isinstance(socket, Path) else socket,
             tuple(gpus or ()),
         )
         self.tokens_per_step = tokens_per_step
@@ -188,14 +194,17 @@ class PowerManager(Callback):
     def _note_work(self, trainer: Trainer, training: bool = True) -> None:
         """Let the loop know what there is to compute."""
         directory, strategy = self._directory, trainer.strategy
+        if directory is None:  # perhaps of another strategy, which has no shares
+            return
         self._changed, self._told_shares = False, dict(strategy.sample_shares)  # type: ignore[attr-defined]
-        if directory is None or not trainer.is_global_zero:
+        if not trainer.is_global_zero:
             return
         note: dict[str, Any] = {"training": training}
         if training:
             topology: Topology = strategy.topology  # type: ignore[attr-defined]
             note |= {
                 "planned": planned_times(strategy.sharded, topology),  # type: ignore[attr-defined]
+                "degrees": {replica: topology.degrees[replica] for replica in topology.live_replicas},
                 "samples": self._told_shares,
                 "micro_batches": trainer.accumulate_grad_batches,
                 "tokens": self.tokens_per_step or 0,
@@ -219,7 +228,7 @@ class PowerManager(Callback):
         self._seen = written
         if not self._relative and not self._shares_differ(trainer):
             return
-        why = strategy.can_share_samples  # type: ignore[attr-defined]
+        why = strategy.sharing_problem  # type: ignore[attr-defined]
         if why:
             if not self._cannot:
                 self._cannot = True
@@ -227,19 +236,19 @@ class PowerManager(Callback):
             return
         self._cannot = False
         counts = self._counts(trainer)
-        if counts != dict(strategy.sample_shares):  # type: ignore[attr-defined]
+        if counts != _coming(trainer):
             strategy.share_samples(counts)  # type: ignore[attr-defined]
 
     def _counts(self, trainer: Trainer) -> dict[int, int] | None:
         """Samples per replica, by what each needs for one."""
-        present: Mapping[int, int] = trainer.strategy.sample_shares  # type: ignore[attr-defined]
+        present = _coming(trainer)
         if not self._relative:
             return None
         paces = {replica: Pace(self._relative.get(replica, 1.0)) for replica in present}
         return split(sum(present.values()), paces, present)
 
     def _shares_differ(self, trainer: Trainer) -> bool:
-        return len(set(trainer.strategy.sample_shares.values())) > 1  # type: ignore[attr-defined]
+        return len(set(_coming(trainer).values())) > 1
 
     # ---- what is told -------------------------------------------------------------------------------------------
 
@@ -252,6 +261,12 @@ class PowerManager(Callback):
         for entry in entries if trainer.is_global_zero else ():
             details = {key: entry[key] for key in ("kind", "text", "replica", "values") if key in entry}
             trainer.strategy.record_event("power", monotonic=entry["monotonic"], **details)  # type: ignore[attr-defined]
+
+
+def _coming(trainer: Trainer) -> Mapping[int, int]:
+    """The shares to come: those of now say nothing if others are on their way, behind what workers have fetched."""
+    shares: Mapping[int, int] = trainer.strategy.coming_sample_shares  # type: ignore[attr-defined]
+    return shares
 
 
 def _profile(name: int | str) -> int:

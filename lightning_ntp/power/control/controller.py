@@ -225,7 +225,7 @@ class Controller:
             elif replica in missing:
                 notes.append(f"replica {replica}: headroom used up, {top_w - share_w:.0f} W per GPU: {why}")
             if replica in missing:
-                notes.append(f"replica {replica}: {missing[replica]:.0f} % of the others' step time is missing")
+                notes.append(f"replica {replica}: at equal samples its step takes {missing[replica]:.0f} % longer")
         for gpu, draw in sorted(away.items()):
             if draw is None and self._domain.lost_draw_w is None and self._boosts:
                 share = self._domain.shares_w[gpu]
@@ -265,7 +265,7 @@ class _Draw:
             return None
         self._recent.append(power_w)
         if len(self._recent) < DRAW_READINGS:
-            return None
+            return math.inf  # it can be read, and is soon known: until then it may draw all that it has
         highest = max(self._recent)
         if self._counted is None or not self._counted - DRAW_MARGIN_W - DRAW_STEP_W <= highest <= self._counted:
             self._counted = highest + DRAW_MARGIN_W

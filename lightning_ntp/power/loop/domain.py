@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ def find_levers(
     homes: Mapping[int, int],
     named: Mapping[int, str],
     readings: Mapping[str, Reading],
+    alive: Collection[int],
     writes: bool,
     deny: Callable[[str], None],
 ) -> Levers:
@@ -51,6 +52,8 @@ def find_levers(
         homes: Slot -> replica at launch; spares have one of their own below 0.
         named: Slot -> UUID, of those that are known.
         readings: The driver's newest, by UUID.
+        alive: Slots that work, or are about to. The GPU of another one may be off the bus: then it is not taken, and
+            holds its share of the budget.
         writes: Whether limits are to be written.
         deny: Called with the reason if they cannot be.
 
@@ -68,13 +71,17 @@ def find_levers(
     if writes and len(gpus) == len(homes):
         writer = Writer(job, settings.socket, settings.ceiling != "found", settings.locked_clocks)
         answers = writer.open(gpus)
-        wrong = [each for each in answers.values() if not each.done]
+        needed = {gpu for slot, gpu in own.items() if slot in alive}
+        wrong = [each for each in answers.values() if not each.done and each.gpu in needed]
         if wrong:
             writer.close()
             writer = None
             deny(f"{len(wrong)} of {len(gpus)} GPUs cannot be had, {wrong[0].gpu} for one: {wrong[0].why}")
         else:
-            values = {gpu: _as_taken(each) for gpu, each in answers.items()}
+            values = {gpu: _as_taken(each) for gpu, each in answers.items() if each.done}
+            # of one that says nothing: no less than its fellows
+            most = max(values.values(), key=lambda each: float(each["limit_w"]))
+            values = {gpu: values.get(gpu, most) for gpu in gpus}
     powered = bool(gpus) and all(gpu in values for gpu in gpus) and len(gpus) == len(homes)
     node = socket.gethostname()
     try:

@@ -7,7 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lightning_ntp.nvml.readings import Reading
-from lightning_ntp.power.control import BoostSettings, BudgetError, Controller, Decision, HeatLimits, Lever, Measurement
+from lightning_ntp.power.control import (
+    BoostSettings,
+    BudgetError,
+    Controller,
+    Decision,
+    Domain,
+    HeatLimits,
+    Lever,
+    Measurement,
+)
 from lightning_ntp.power.loop.domain import Levers, find_levers
 from lightning_ntp.power.loop.measuring import Measurer
 from lightning_ntp.power.loop.paces import PaceMeter
@@ -61,6 +70,8 @@ class PowerJob:
         self._decision: Decision | None = None
         self._began = self._last = time.monotonic()
         self._not_before = self._denied_until = 0.0
+        self._denied = self._owed = False
+        """Limits may not be written; or others were still to be put back when this controller began."""
         self.fatal = ""
         """Why the job must end."""
 
@@ -75,6 +86,8 @@ class PowerJob:
         decision, levers = self._decision, self._levers
         if decision is None or levers is None or levers.writer is None:
             return False
+        if slot not in levers.of_slot and slot not in self._places.gpus:
+            return False  # nobody knows its GPU
         limits, domain = dict(levers.writer.limits_w), levers.domain
         if levers.of_slot.get(slot) not in decision.limits_w:
             return any(watts > domain.shares_w[gpu] + _ROUNDED_W for gpu, watts in limits.items())
@@ -107,8 +120,8 @@ class PowerJob:
             again = f"in {_AGAIN_SECONDS:g} s another one puts back what this one has not"
             self._report.event("lost", f"the helper that writes limits is gone: {why}; {again}")
             self._forget(now + _AGAIN_SECONDS)
-        if self._levers is not None and not self._levers.of_slot.keys() >= {s for of in replicas.values() for s in of}:
-            self._forget(0.0)  # somebody works who was not there when it began
+        if self._levers is not None and (self._lacks_somebody(replicas) or self._may_write_again(now)):
+            self._forget(0.0)
         if self._controller is None and not self._set_up(now):
             return
         assert self._controller is not None and self._levers is not None
@@ -148,13 +161,9 @@ class PowerJob:
         unnamed = [slot for slot in homes if slot not in named]
         if now < self._not_before or (named and unnamed and now < self._began + _PATIENCE):
             return False
-        settings = self._settings
-        writes = settings.writes and now >= self._denied_until and not self._owing
-        try:
-            levers = find_levers(settings, self._job_dir.name, homes, named, self._readings(), writes, self._deny)
-        except BudgetError as error:
-            self.fatal = f"PowerManager: {error}"
-            self._not_before = float("inf")
+        settings, self._owed = self._settings, bool(self._owing)
+        levers = self._find(settings.writes and not self._denied and not self._owed)
+        if levers is None:
             return False
         self._levers = levers
         turned: frozenset[Lever] = frozenset(settings.levers)
@@ -169,17 +178,68 @@ class PowerJob:
         self._say_what_there_is(levers)
         return True
 
+    def _find(self, writes: bool) -> Levers | None:
+        """Take the GPUs. None if the settings do not fit them, which ends the job."""
+        alive, named = self._alive(), self._places.gpus
+        homes, job = self._places.homes(alive), self._job_dir.name
+        try:
+            return find_levers(self._settings, job, homes, named, self._readings(), alive, writes, self._deny)
+        except BudgetError as error:
+            self.fatal = f"PowerManager: {error}"
+            self._not_before = float("inf")
+            return None
+
+    def _lacks_somebody(self, replicas: Replicas) -> bool:
+        """Whether somebody works who was not there when it began, or whose GPU could not be had then."""
+        assert self._levers is not None
+        of_slot, writer = self._levers.of_slot, self._levers.writer
+        alive = self._alive()
+        here = {slot for slots in replicas.values() for slot in slots} | alive & self._places.gpus.keys()
+        if not of_slot.keys() >= here:
+            return True
+        return writer is not None and any(of_slot[slot] not in writer.limits_w for slot in alive & of_slot.keys())
+
+    def _may_write_again(self, now: float) -> bool:
+        """Whether what has kept this controller from writing is over. Another one is to begin then; as long as it is
+        not, this one goes on, or samples would move to and fro.
+        """
+        if self._levers is None or self._levers.writer is not None or not self._settings.writes or self._owing:
+            return False
+        if not self._denied:
+            return self._owed
+        if now < self._denied_until:
+            return False
+        found = self._find(True)
+        if found is None or found.writer is None:
+            return False
+        denied = found.writer.denied()
+        found.writer.close()
+        if denied:
+            self._deny(denied)
+        self._denied = bool(denied)
+        return not denied
+
     def _say_what_there_is(self, levers: Levers) -> None:
+        domain, settings = levers.domain, self._settings
+        then = "samples move if a replica is slower" if settings.moves_samples else "no samples move"
         if levers.writer is not None:
-            domain = levers.domain
-            headroom = sum(each.top_w - domain.shares_w[each.gpu] for each in domain.gpus)
-            what = f"{len(domain.gpus)} GPUs, a budget of {domain.total_w:.0f} W; headroom {headroom:.0f} W"
-            why = ": the ceilings are the limits at start" if headroom < 0.5 else " up to the ceilings"
-            self._report.once("began", what + why)
-        elif not levers.powered and self._settings.writes:
+            shares = sum(domain.shares_w.values())
+            ceilings, budget = (max(0.0, top - shares) for top in (_tops(domain), domain.total_w))
+            why = (
+                "the ceilings are the limits at start"
+                if ceilings < _ROUNDED_W
+                else (f"the budget leaves {budget:.0f} W and what lost GPUs do not draw, the ceilings {ceilings:.0f} W")
+            )
+            headroom = min(ceilings, budget)
+            self._report.once("began", f"{len(domain.gpus)} GPUs with {shares:.0f} W; headroom {headroom:.0f} W: {why}")
+        elif not settings.writes:
+            self._report.once("began", f"paces are measured, no limit is written; {then}")
+        elif not levers.powered:
             named = bool(self._places.gpus)
             why = "some limits are not known" if named else "no device is one of NVIDIA's driver"
-            self._report.once("none", f"nothing can be raised: {why}; paces are measured")
+            if settings.on_denied == "error":
+                self._deny(why)
+            self._report.once("none", f"nothing can be raised: {why}; paces are measured, {then}")
 
     def _begin_profiles(self, levers: Levers) -> None:
         if not self._settings.profiles or levers.writer is None:
@@ -190,12 +250,16 @@ class PowerJob:
 
     def _deny(self, why: str) -> None:
         """Limits may not be written."""
+        again, self._denied = self._denied, True
         self._denied_until = time.monotonic() + _DENIED_SECONDS
         if self._settings.on_denied == "error":
             self.fatal = f"PowerManager(on_denied='error'): power limits cannot be written: {why}"
+            return
         moves = self._settings.on_denied == "rebalance" and self._settings.moves_samples
-        instead = "samples move instead" if moves else "nothing is done about it"
-        self._report.once("denied", f"limits cannot be written: {why}; {instead}")
+        several = len(self._places.replicas()) > 1
+        instead = "samples move instead" if moves and several else "nothing is done about it"
+        if not again:
+            self._report.once("denied", f"limits cannot be written: {why}; {instead}")
 
     def _forget(self, not_before: float) -> None:
         """Give everything back; another controller begins no earlier than that."""
@@ -227,7 +291,8 @@ class PowerJob:
         for gpu in decision.limits_w:
             reading = measurement.gpus.get(gpu)
             now_w = None if reading is None else reading.limit_w
-            present[gpu] = writer.limits_w[gpu] if now_w is None else now_w
+            share_w = self._levers.domain.shares_w[gpu]  # of one that is about to be taken
+            present[gpu] = writer.limits_w.get(gpu, share_w) if now_w is None else now_w
         for gpu in writer.write(decision, self._levers.domain, present, go_on):
             self._measurer.written(gpu, time.monotonic())
         for gpu, answer in writer.refused.items():
@@ -243,8 +308,7 @@ class PowerJob:
 
     def _tell(self, measurement: Measurement, decision: Decision, work: Work, replicas: Replicas, now: float) -> None:
         levers, settings = self._levers, self._settings
-        denied = self._denied_until > 0 and (levers is None or levers.writer is None)
-        moves = settings.moves_samples and (settings.on_denied == "rebalance" or not denied)
+        moves = settings.moves_samples and (settings.on_denied == "rebalance" or not self._denied)
         self._telling.times({r: time for r, time in decision.relative_time.items() if r >= 0} if moves else {})
         if levers is None:  # it was denied just now
             return
@@ -252,3 +316,8 @@ class PowerJob:
         count = self._paces.micro_batches(slot for slots in replicas.values() for slot in slots)
         seconds, steps = max(1e-3, now - self._last), count / work.micro_batches
         self._telling.tell(Interval(measurement, decision, levers, gpus, seconds, steps, work.tokens))
+
+
+def _tops(domain: Domain) -> float:
+    """The sum of the ceilings, W."""
+    return sum(each.top_w for each in domain.gpus)

@@ -36,6 +36,7 @@ class Measurer:
         self._kept = GpuReadings(_STALE_INTERVALS * max(1.0, interval))
         self._written_at: dict[str, float] = {}
         self._replicas: dict[int, tuple[int, ...]] = {}
+        self._samples: dict[int, int] = {}
 
     def written(self, gpu: str, now: float) -> None:
         """Its limit was written: readings of before say nothing of it."""
@@ -62,12 +63,17 @@ class Measurer:
         """
         of_slot = levers.of_slot
         live = {replica: tuple(of_slot[slot] for slot in slots) for replica, slots in replicas.items()}
-        planned = {replica: work.planned[replica] for replica in replicas if replica in work.planned}
+        # who works there is known before rank 0 has said what that takes: until then the controller counts GPUs
+        said = [r for r, slots in replicas.items() if r in work.planned and work.degrees.get(r, 0) == len(slots)]
+        planned = {replica: work.planned[replica] for replica in said}
         for slot in idle:
             # each a replica by itself, as fast as the fastest: it keeps its power, and nobody is measured by it
             live[-1 - slot] = (of_slot[slot],)
             planned[-1 - slot] = min(planned.values(), default=1.0)
         samples = {replica: count for replica, count in work.samples.items() if replica in replicas}
+        if samples != self._samples:  # what was measured so far is of another number of them, in part
+            self._paces.begin_anew()
+            self._samples = samples
         readings = self._gpu_readings(levers, now)
         return Measurement(now, readings, live, self._paces.measure(replicas), samples, {}, planned)
 

@@ -22,6 +22,7 @@ class Work:
         samples: Replica -> samples of a micro-batch.
         micro_batches: Of a step.
         tokens: Of a step; 0 if nobody has said it.
+        degrees: Replica -> GPUs for which ``planned`` was said.
     """
 
     training: bool = False
@@ -29,6 +30,7 @@ class Work:
     samples: Mapping[int, int] = field(default_factory=dict)
     micro_batches: int = 1
     tokens: int = 0
+    degrees: Mapping[int, int] = field(default_factory=dict)
 
 
 class Places:
@@ -47,11 +49,12 @@ class Places:
         self._homes: dict[int, int] = {}
 
     def homes(self, alive: set[int]) -> dict[int, int]:
-        """Slot -> replica in which it has worked first; spares have one of their own, below 0."""
+        """Slot -> replica in which it has worked first; others have one of their own, below 0: spares, and who was lost
+        before anybody looked, whose GPU draws all the same."""
         for replica, slots in self.replicas().items():
             for slot in slots:
                 self._homes.setdefault(slot, replica)
-        return {slot: self._homes.get(slot, -1 - slot) for slot in sorted({*self._homes, *alive})}
+        return {slot: self._homes.get(slot, -1 - slot) for slot in sorted({*self._homes, *alive, *self.gpus})}
 
     def look(self) -> None:
         """Take in what was noted since. The device of a slot does not change."""
@@ -75,6 +78,7 @@ class Places:
                 {int(replica): int(count) for replica, count in found.get("samples", {}).items()},
                 max(1, int(found.get("micro_batches", 1))),
                 max(0, int(found.get("tokens", 0))),
+                {int(replica): int(degree) for replica, degree in found.get("degrees", {}).items()},
             )
         except (TypeError, ValueError, AttributeError):
             return Work()

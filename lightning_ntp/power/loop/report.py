@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ CHANGE = 0.02
 """A replica's power is told again if it has changed by more than this fraction."""
 CALM = 3
 """After so many intervals without a change a boost has settled."""
+_ABOUT = re.compile(r"replica (\d+): ")
 
 
 class Report:
@@ -63,12 +65,20 @@ class Report:
             self._said.add(text)
             self.event(kind, text, replica)
 
-    def notes(self, notes: tuple[str, ...]) -> None:
-        """What the controller has to say of the state; told when it has held for two intervals, numbers aside."""
+    def notes(self, notes: Sequence[str], missing: Mapping[int, float]) -> None:
+        """What the controller has to say of the state; told when it has held for two intervals, numbers aside.
+
+        Args:
+            notes: Its notes.
+            missing: Replica -> by how many per cent its step takes longer.
+        """
         now = {_without_numbers(note): note for note in notes}
         for kind, note in now.items():
             if kind in self._notes and kind not in self._told_notes:
-                self.event("headroom" if "headroom" in note else "note", note)
+                about = _ABOUT.match(note)
+                replica = int(about[1]) if about else -1
+                values = {"missing_percent": round(missing[replica], 1)} if replica in missing else {}
+                self.event("headroom" if "headroom" in note else "note", note, replica, **values)
         self._told_notes = {kind for kind in now if kind in self._notes}
         self._notes = set(now)
 

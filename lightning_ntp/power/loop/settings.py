@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,10 @@ Denied = Literal["rebalance", "warn", "error"]
 """What is done if limits may not be written."""
 Ceiling = float | Literal["found", "maximum"]
 """The highest limit: in watts, the one that was found, or the highest that the hardware takes."""
+
+_MOST_W = 100_000.0
+_LEAST_INTERVAL = 0.01
+"""Seconds: the driver is asked twice in each."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +51,24 @@ class PowerSettings:
             raise ValueError(f"levers={list(self.levers)!r} must be some of {list(get_args(Lever))}")
         if isinstance(self.ceiling, str):
             _choice("ceiling", self.ceiling, ("found", "maximum"), " or a number of watts")
-        _above("budget", self.budget, 0, "watts")
-        _above("ceiling", None if isinstance(self.ceiling, str) else self.ceiling, 0, "watts")
-        _above("margin", self.margin, 0, "degrees C")
-        _above("max_temperature", self.max_temperature, 20, "degrees C")
-        _above("interval", self.interval, 0, "seconds")
-        if self.lost_draw is not None and not (_is_number(self.lost_draw) and self.lost_draw >= 0):
+        else:
+            _between("ceiling", self.ceiling, 0, _MOST_W, "watts, 'found' or 'maximum'")
+        _between("budget", self.budget, 0, float("inf"), "watts, or None", optional=True)
+        _between("margin", self.margin, 0, 60, "degrees C")
+        _between("max_temperature", self.max_temperature, 20, 120, "degrees C, or None", optional=True)
+        _between("interval", self.interval, _LEAST_INTERVAL - 1e-9, 600, "seconds")
+        if self.lost_draw is not None and not (_is_number(self.lost_draw) and 0 <= self.lost_draw < _MOST_W):
             raise ValueError(f"lost_draw={self.lost_draw!r} must be watts of at least 0, or None")
-        if self.interval > 600:
-            raise ValueError(f"interval={self.interval!r} must be at most 600 seconds")
+        if self.socket is not None and not isinstance(self.socket, str):
+            raise ValueError(f"socket={self.socket!r} must be a path, or None")
         _check_clocks(self.locked_clocks)
         if any(type(each) is not int or not 0 <= each < 256 for each in self.profiles):
             raise ValueError(f"profiles={list(self.profiles)!r} must be numbers of workload power profiles, 0 to 255")
-        if any(not isinstance(gpu, str) or not gpu for gpu in self.gpus):
-            raise ValueError(f"gpus={list(self.gpus)!r} must be a list of UUIDs, one per slot, or None")
+        for gpu in self.gpus:
+            if not isinstance(gpu, str) or not gpu.startswith(("GPU-", "MIG-")):
+                raise ValueError(f"gpus: {gpu!r} is no UUID as nvidia-smi -L prints them; one per slot, or None")
+        if len({*self.gpus}) < len(self.gpus):
+            raise ValueError(f"gpus={list(self.gpus)!r} names a GPU twice: each slot has one of its own")
 
     @property
     def writes(self) -> bool:
@@ -107,18 +115,21 @@ def _choice(name: str, value: object, known: Collection[str], more: str = "") ->
         raise ValueError(f"{name}={value!r} must be one of {sorted(known)}{more}")
 
 
-def _above(name: str, value: object, least: float, unit: str) -> None:
-    if value is not None and not (_is_number(value) and least < value < float("inf")):  # type: ignore[operator]
-        raise ValueError(f"{name}={value!r} must be a number of {unit} above {least}")
+def _between(name: str, value: object, above: float, most: float, unit: str, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if not (_is_number(value) and above < value <= most and value < float("inf")):  # type: ignore[operator]
+        limit = f", up to {most:g}" if most < float("inf") else ""
+        raise ValueError(f"{name}={value!r} must be a number above {max(above, 0):g}{limit}: {unit}")
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_clocks(clocks: Sequence[object] | None) -> None:
+def _check_clocks(clocks: object) -> None:
     if clocks is None:
         return
-    whole = len(clocks) == 2 and all(type(each) is int for each in clocks)
-    if not whole or not 0 < clocks[0] <= clocks[1]:  # type: ignore[operator]
+    whole = isinstance(clocks, tuple) and len(clocks) == 2 and all(type(each) is int for each in clocks)
+    if not (whole and isinstance(clocks, tuple) and 0 < clocks[0] <= clocks[1]):
         raise ValueError(f"locked_clocks={clocks!r} must be two whole numbers of MHz, the lower one first, or None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ class Telling:
             self._report.limits(interval.limits_w, interval.start_w, counts)
             self._learn_prices(interval)
         if interval.levers.writer is None:  # of headroom nobody asks where nothing may be raised
-            notes = tuple(note for note in notes if "is missing" in note)
-        self._report.notes(notes)
+            notes = tuple(note for note in notes if "headroom" not in note)
+        self._report.notes(notes, interval.decision.missing_percent)
         self._report.state(_state(interval, spent))
 
     def times(self, relative: Mapping[int, float]) -> None:
@@ -106,8 +107,9 @@ class Telling:
             return
         self._serial += 1
         content = {"serial": self._serial, "relative_time": {str(r): round(time, 4) for r, time in now.items()}}
-        jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
-        self._times = now
+        with contextlib.suppress(OSError):  # a disk that is full takes no power from anybody; it is tried again
+            jobs.write_whole(jobs.paces_note(self._job_dir), json.dumps(content))
+            self._times = now
 
     def _learn_prices(self, interval: Interval) -> None:
         """What a boost costs, from what was measured at the powers that the replica came through."""

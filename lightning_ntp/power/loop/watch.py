@@ -45,7 +45,6 @@ class PowerWatch:
         self._due: dict[int, float] = {}
         """Slots that are to be started, and since when; their GPUs count as working from now on."""
         self._over, self._awake = threading.Event(), threading.Event()
-        self._condemned: dict[int, str] = {}
         self._slots = 0
         self._job: PowerJob | None = None
         self._source: NvmlSource | None = None
@@ -66,7 +65,7 @@ class PowerWatch:
     def begin(self, job_dir: Path) -> None:
         places = Places(job_dir, self._slots, self._settings.gpus)
         # two looks per interval: a reading is to be of after the last write
-        source = self._source = NvmlSource(self._settings.interval / 2)
+        source = self._source = NvmlSource(self._settings.interval / 2, off_means="power of GPUs is not known")
         watched = WatchedJob(job_dir, lambda: dict(places.gpus), self._alive, self._over.is_set)
         self._job = PowerJob(self._settings, job_dir, places, self._alive, lambda: source.readings)
         self._listener = Listener(source, watched, self._settings.interval, lambda: None)
@@ -86,11 +85,10 @@ class PowerWatch:
         self._awake.set()
 
     def condemned(self) -> Mapping[int, str]:
-        if not self._condemned:  # asked all the time
-            return {}
-        with self._lock:
-            condemned, self._condemned = self._condemned, {}
-        return condemned
+        return {}
+
+    def failed(self) -> str:
+        return self._job.fatal if self._job is not None else ""
 
     def leaving(self) -> Mapping[int, str]:
         return {}
@@ -158,9 +156,5 @@ class PowerWatch:
                 told = what
                 with contextlib.suppress(Exception):
                     job.give_back()
-            if job.fatal:
-                with self._lock:
-                    self._condemned = dict.fromkeys(self._live, job.fatal)
-                job.fatal = ""
             self._awake.wait(self._settings.interval)
             self._awake.clear()

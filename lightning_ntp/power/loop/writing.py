@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from lightning_ntp.power.answers import Answer
 from lightning_ntp.power.client import PowerHelper, locked_clocks, power_limit, workload_profiles
 from lightning_ntp.power.control import Decision, Domain, next_write
+from lightning_ntp.power.putting_back import Status
 
 _AGAIN_SECONDS = 30.0
 """Until a GPU that was not written is raised again. It is lowered at once, as often as it takes."""
@@ -37,6 +38,8 @@ class Writer:
         """What was written last."""
         self.refused: dict[str, Answer] = {}
         """GPUs that were not written as wished, since the last time that they were."""
+        self._perhaps: dict[str, float] = {}
+        """GPU -> the limit that it may get yet, or has got: nobody has said what has become of that raise, watts."""
         self._not_before: dict[str, float] = {}
         """When such a GPU is raised again at the earliest."""
 
@@ -49,6 +52,7 @@ class Writer:
         """Take GPUs. See :meth:`PowerHelper.open`."""
         self.close()
         self._lost.clear()
+        self._perhaps = {}
         self._helper = PowerHelper(self._job, self._socket, self._on_lost, maximum=self._maximum, seconds=SECONDS)
         answers = self._helper.open(gpus, self._clocks)
         self.limits_w = {gpu: float(each.values["limit_w"]) for gpu, each in answers.items() if each.done}
@@ -73,25 +77,54 @@ class Writer:
         Returns:
             The GPUs that were written.
         """
-        now, written, moment = dict(present_w), list[str](), time.monotonic()
-        wanted = {gpu: watts for gpu, watts in decision.limits_w.items() if gpu in {w.gpu for w in decision.writes}}
-        tried = {gpu for gpu, watts in wanted.items() if watts > now.get(gpu, 0.0) and self._waits(gpu, moment)}
-        while go_on() and self._helper is not None:
+        written, moment = list[str](), time.monotonic()
+        now = {gpu: max(watts, self._perhaps.get(gpu, 0.0)) for gpu, watts in present_w.items()}
+        changed = {*(write.gpu for write in decision.writes), *self._perhaps}
+        wanted = {gpu: watts for gpu, watts in decision.limits_w.items() if gpu in changed}
+        tried = {gpu for gpu, watts in wanted.items() if watts > present_w.get(gpu, 0.0) and self._waits(gpu, moment)}
+        tried -= {gpu for gpu, watts in self._perhaps.items() if wanted.get(gpu, watts) < watts}
+        for gpu in self._perhaps.keys() & wanted.keys() - tried:
+            # nothing below what is counted can exceed the budget; once it is written it is known
+            if go_on() and not self._write_limit(gpu, min(wanted[gpu], now[gpu]), now):
+                tried.add(gpu)
+        while go_on():
             write = next_write(now, wanted, domain.total_w, decision.held_w, tried)
             if write is None:
                 break
-            answer = self._helper.set(power_limit(write.gpu, write.after_w))[0]
-            if self._took(answer):
+            done = self._write_limit(write.gpu, write.after_w, now)
+            if done:
                 written.append(write.gpu)
-                now[write.gpu] = self.limits_w[write.gpu] = float(answer.values.get("limit_w", write.after_w))
-            if not answer.done or write.after_w == wanted[write.gpu] or now[write.gpu] != write.after_w:
+            if not done or write.after_w == wanted[write.gpu] or now[write.gpu] != write.after_w:
                 tried.add(write.gpu)  # a driver that rounds is not asked again and again
         return written + self._write_clocks(decision, go_on)
+
+    def _write_limit(self, gpu: str, watts: float, now: dict[str, float]) -> bool:
+        """Write one limit, and let ``now`` follow. Returns whether it was done."""
+        if self._helper is None:
+            return False
+        answer = self._helper.set(power_limit(gpu, watts))[0]
+        if self._took(answer):
+            self._perhaps.pop(gpu, None)
+            now[gpu] = self.limits_w[gpu] = float(answer.values.get("limit_w", watts))
+        elif answer.status is Status.FAILED and "limit_w" in answer.values:
+            self._perhaps.pop(gpu, None)
+            now[gpu] = self.limits_w[gpu] = float(answer.values["limit_w"])
+        elif answer.status in (Status.LATE, Status.LOST, Status.FAILED) and watts > now[gpu]:
+            now[gpu] = self._perhaps[gpu] = watts
+        return answer.done
 
     def profiles(self, profiles: Sequence[int]) -> list[Answer]:
         """Request workload power profiles, by number, of all GPUs."""
         assert self._helper is not None
         return self._helper.set(*(workload_profiles(gpu, profiles) for gpu in self.limits_w))
+
+    def denied(self) -> str:
+        """Why limits may not be written, if so; a limit that is there is written to find out."""
+        if self._helper is None:
+            return ""
+        gpu, watts = next(iter(self.limits_w.items()))
+        answer = self._helper.set(power_limit(gpu, watts))[0]
+        return answer.why if answer.status is Status.DENIED else ""
 
     def release(self) -> list[Answer]:
         """Have everything put back.

@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_ntp.launch import jobs
+from lightning_ntp.power.control import Domain, GpuBounds
+from lightning_ntp.power.loop.domain import Levers
+from lightning_ntp.power.loop.measuring import Measurer
+from lightning_ntp.power.loop.paces import PaceMeter
 from lightning_ntp.power.loop.places import Places, Work
 
 
@@ -41,11 +45,24 @@ def test_devices_come_from_the_ranks_unless_they_were_given(tmp_path: Path) -> N
 
 def test_what_there_is_to_compute_is_read_whole(tmp_path: Path) -> None:
     note = {"training": True, "planned": {"0": 1.0, "1": 1.33}, "samples": {"0": 7}, "micro_batches": 2, "tokens": 9}
+    note["degrees"] = {"0": 4, "1": 3}
     jobs.work_note(tmp_path).write_text(json.dumps(note))
-    assert Places(tmp_path, 2, ()).work() == Work(True, {0: 1.0, 1: 1.33}, {0: 7}, 2, 9)
+    assert Places(tmp_path, 2, ()).work() == Work(True, {0: 1.0, 1: 1.33}, {0: 7}, 2, 9, {0: 4, 1: 3})
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"planned": 3}', '{"samples": {"a": 1}}', b"\xff\xfe"])
 def test_a_note_that_makes_no_sense_says_that_nobody_trains(tmp_path: Path, content: Any) -> None:
     jobs.work_note(tmp_path).write_bytes(content if isinstance(content, bytes) else content.encode())
     assert Places(tmp_path, 2, ()).work() == Work()
+
+
+@pytest.mark.parametrize(("slots", "known"), [((4, 5, 6), True), ((4, 5, 6, 7), False), ((4, 5), False)])
+def test_a_plan_for_other_gpus_is_none(tmp_path: Path, slots: tuple[int, ...], known: bool) -> None:
+    """Who works in a replica is noted before what that takes: a GPU that is back must not be boosted meanwhile."""
+    names = dict(enumerate("abcdefgh"))
+    domain = Domain(tuple(GpuBounds(gpu, slot // 4, "node", 300, 200, 700) for slot, gpu in names.items()))
+    replicas = {0: (0, 1, 2, 3), 1: slots}
+    work = Work(True, {0: 1.0, 1: 1.33}, {0: 8, 1: 8}, degrees={0: 4, 1: 3})
+    measurer = Measurer(PaceMeter(tmp_path), dict, 1.0, None)
+    got = measurer.measure(Levers(domain, names, None, True), replicas, set(), work, 1.0)
+    assert got.planned == ({0: 1.0, 1: 1.33} if known else {0: 1.0})

@@ -64,15 +64,15 @@ def test_a_boost_that_never_was_does_not_return(tmp_path: Path) -> None:
 
 def test_notes_that_hold_are_told_once_whatever_their_numbers(tmp_path: Path) -> None:
     report = Report(tmp_path)
-    report.notes(("replica 1: headroom used up, 70 W per GPU",))
+    report.notes(("replica 1: headroom used up, 70 W per GPU",), {})
     assert kinds(tmp_path) == [], "it may be gone in the next interval"
     for watts in (71, 68, 72, 69):
-        report.notes((f"replica 1: headroom used up, {watts} W per GPU",))
+        report.notes((f"replica 1: headroom used up, {watts} W per GPU",), {})
     assert [(each["kind"], each["text"]) for each in lines(tmp_path)] == [
         ("headroom", "replica 1: headroom used up, 71 W per GPU")
     ]
     for notes in ((), ("replica 1: headroom used up, 69 W per GPU",), ("replica 1: headroom used up, 69 W per GPU",)):
-        report.notes(notes)
+        report.notes(notes, {})
     assert kinds(tmp_path) == ["headroom", "headroom"], "it is told again when it comes back"
 
 

@@ -98,7 +98,7 @@ def test_noise_of_the_power_is_one_price(telling: Telling, tmp_path: Path) -> No
 
 
 def test_where_nothing_may_be_raised_nobody_is_told_of_headroom(telling: Telling, tmp_path: Path) -> None:
-    notes = ("replica 1: headroom 0 W: the ceiling is 300 W", "replica 1: 10 % of the others' step time is missing")
+    notes = ("replica 1: headroom 0 W: the ceiling is 300 W", "replica 1: at equal samples its step takes 10 % longer")
     for _ in range(3):
         telling.tell(interval({0: 300.0, 1: 300.0}, {0: 0.40, 1: 0.44}, notes=notes))
     told = [json.loads(line)["text"] for line in jobs.power_log(tmp_path).read_text().splitlines()]
