@@ -31,8 +31,10 @@ _PATIENCE = 60.0
 """Seconds for devices to be named by their ranks."""
 _ROUNDED_W = 0.5
 """Drivers round limits."""
-_AGAIN_SECONDS = 5.0
-"""Between two starts of a helper that was lost."""
+_AGAIN_SECONDS, _LONGEST_AGAIN_SECONDS = 5.0, 300.0
+"""Between two starts of a helper that was lost: at first, and at most, as it doubles while they are lost again."""
+_STEADY_SECONDS = 60.0
+"""A helper that was lost after so long is one that works."""
 _DENIED_SECONDS = 300.0
 """Until the next fit tries limits again that might not be written: permissions may change."""
 Replicas = Mapping[int, tuple[int, ...]]
@@ -70,6 +72,7 @@ class PowerJob:
         self._decision: Decision | None = None
         self._began = self._last = time.monotonic()
         self._not_before = self._denied_until = 0.0
+        self._pause, self._set_up_at = _AGAIN_SECONDS, self._began
         self._denied = self._owed = False
         """Limits may not be written; or others were still to be put back when this controller began."""
         self.fatal = ""
@@ -117,9 +120,12 @@ class PowerJob:
             return
         if self._levers is not None and self._levers.writer is not None and self._levers.writer.lost:
             why = self._levers.writer.why_lost
-            again = f"in {_AGAIN_SECONDS:g} s another one puts back what this one has not"
+            if now - self._set_up_at > _STEADY_SECONDS:
+                self._pause = _AGAIN_SECONDS
+            again = f"in {self._pause:g} s another one puts back what this one has not"
             self._report.event("lost", f"the helper that writes limits is gone: {why}; {again}")
-            self._forget(now + _AGAIN_SECONDS)
+            self._forget(now + self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_AGAIN_SECONDS)
         if self._levers is not None and (self._lacks_somebody(replicas) or self._may_write_again(now)):
             self._forget(0.0)
         if self._controller is None and not self._set_up(now):
@@ -165,7 +171,7 @@ class PowerJob:
         levers = self._find(settings.writes and not self._denied and not self._owed)
         if levers is None:
             return False
-        self._levers = levers
+        self._levers, self._set_up_at = levers, now
         turned: frozenset[Lever] = frozenset(settings.levers)
         if settings.locked_clocks is None and turned != {"clocks"}:
             turned = frozenset({"power_limit"})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 
 from tests.nvml.mock import MockNvml
 from tests.power.loop.rig import SLOTS, START_W, Looks
+from tests.power.standing import wait_until
 
 
 @pytest.fixture
@@ -194,3 +198,18 @@ def test_who_is_lost_before_the_first_look_draws_power_and_comes_back_at_once(lo
     job.alive.add(0)
     job.look(2)
     assert not job.job.lends(0) and sum(job.limits) <= 600
+
+
+def test_a_helper_that_is_lost_again_and_again_is_started_ever_more_rarely(looks: Callable[..., Looks]) -> None:
+    job = looks()
+    pauses = []
+    for _ in range(3):
+        job.job._not_before = 0.0
+        job.look()
+        writer = job.job._levers and job.job._levers.writer
+        assert writer is not None and writer._helper is not None and writer._helper.pid is not None
+        os.kill(writer._helper.pid, signal.SIGKILL)
+        wait_until(lambda found=writer: found.lost)  # type: ignore[misc]
+        job.look()
+        pauses.append(job.job._not_before - time.monotonic())
+    assert pauses == pytest.approx([5, 10, 20], abs=1)

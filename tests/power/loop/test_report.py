@@ -108,3 +108,10 @@ def test_rank_zero_is_told_of_slow_replicas_only_when_something_changes(tmp_path
     assert paces(tmp_path) == {"serial": 2, "relative_time": {"1": 1.26}}
     telling.times({0: 1.0, 1: 1.0})
     assert paces(tmp_path) == {"serial": 3, "relative_time": {}}, "it keeps pace again"
+
+
+def test_a_number_that_gets_another_digit_is_not_told_again(tmp_path: Path) -> None:
+    report = Report(tmp_path)
+    for percent in (9, 9, 10, 10, 9, 9, 10, 10):
+        report.notes((f"replica 1: {percent} % of the others' step time is missing",))
+    assert kinds(tmp_path) == ["note"]
