@@ -58,7 +58,9 @@ class Looks:
         layout = [dict(enumerate(slots)) for slots in replicas]
         jobs.write_whole(jobs.layout_note(self.directory), json.dumps({"replicas": layout}))
         planned = planned or {r: 2.0 / len(slots) for r, slots in enumerate(replicas) if slots}
-        note = {"training": True, "planned": planned, "samples": samples or dict.fromkeys(planned, 8)}
+        degrees = {r: len(slots) for r, slots in enumerate(replicas) if slots}
+        shares = samples or dict.fromkeys(planned, 8)
+        note = {"training": True, "planned": planned, "degrees": degrees, "samples": shares}
         jobs.write_whole(jobs.work_note(self.directory), json.dumps(note))
 
     def idle(self) -> None:

@@ -113,5 +113,5 @@ def test_rank_zero_is_told_of_slow_replicas_only_when_something_changes(tmp_path
 def test_a_number_that_gets_another_digit_is_not_told_again(tmp_path: Path) -> None:
     report = Report(tmp_path)
     for percent in (9, 9, 10, 10, 9, 9, 10, 10):
-        report.notes((f"replica 1: {percent} % of the others' step time is missing",))
+        report.notes((f"replica 1: at equal samples its step takes {percent} % longer",), {1: float(percent)})
     assert kinds(tmp_path) == ["note"]
