@@ -161,7 +161,8 @@ def test_power_that_was_lent_is_back_before_its_owner_starts(
     kept(nvml, tmp_path, [185.0] * 4)
 
 
-@pytest.mark.parametrize("ends", ["raise", *chaos("kill helper")])
+@pytest.mark.chaos
+@pytest.mark.parametrize("ends", ["raise", "kill helper"])
 def test_however_it_ends_limits_are_put_back(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, ends: str
 ) -> None:
@@ -201,7 +202,8 @@ def test_without_permission_the_job_ends_if_it_shall(
     assert got.code != 0 and "PowerManager(on_denied='error'): power limits cannot be written" in got.cause + got.output
 
 
-@pytest.mark.parametrize("what", ["permission", *chaos("lost")])
+@pytest.mark.chaos
+@pytest.mark.parametrize("what", ["permission", "lost"])
 def test_what_befalls_a_gpu_while_it_is_boosted(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml, what: str
 ) -> None:

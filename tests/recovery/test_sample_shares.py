@@ -80,7 +80,7 @@ def per_batch(result: Result, size: int) -> list[list[int]]:
     return [[parts.get(replica, 0) for replica in range(size)] for _, parts in sorted(counts.items())]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.chaos), 2])
 def test_shares_change_several_times_in_a_run(world: Worlds, workers: int, tmp_path: Path) -> None:
     job = Job((2, 2), module=MOVES, settings={"loader": {"num_workers": workers}}, shares=BACK_AND_FORTH, batches=9)
     got = moves(world, job, tmp_path)

@@ -131,15 +131,22 @@ def test_samples_that_move_are_no_change_of_pace(looks: Callable[..., Looks]) ->
     assert job.relative_times()["1"] == pytest.approx(before, rel=0.01)
 
 
+def chaos(*values: Any) -> list[Any]:
+    """Parameters that only `make chaos` runs."""
+    return [pytest.param(value, marks=pytest.mark.chaos) for value in values]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"lend": "node"},
-        {"budget": 600.0},
-        {"budget": 600.0, "ceiling": "found", "lend": "node"},
-        {"budget": 900.0, "ceiling": 300.0},
-        {"ceiling": 150.0},
-        {"lost_draw": 40.0, "lend": "node"},
+        *chaos(
+            {"budget": 600.0},
+            {"budget": 600.0, "ceiling": "found", "lend": "node"},
+            {"budget": 900.0, "ceiling": 300.0},
+            {"ceiling": 150.0},
+            {"lost_draw": 40.0, "lend": "node"},
+        ),
     ],
     ids=str,
 )
