@@ -35,13 +35,6 @@ BACKOFF = {"restart_backoff": timedelta(seconds=2)}
 """Time for the draw of the lost GPU to be known, and lent."""
 
 
-def chaos(*values: Any) -> list[Any]:
-    """Parameters that only `make chaos` runs."""
-    return [
-        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.chaos) for value in values
-    ]
-
-
 def run(
     supervising: SupervisingProcess,
     directory: Path,
