@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.lightning.callbacks import carried_log
 from lightning_ntp.lightning.callbacks.devices import note_device
+from lightning_ntp.lightning.callbacks.logged_state import log_row, row_is_due
 from lightning_ntp.lightning.settings import is_number
 
 log = logging.getLogger("lightning_ntp")
@@ -129,12 +131,9 @@ class HealthMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        before, self._step = self._step, trainer.global_step
-        if directory is None or not trainer.is_global_zero or not every or trainer.global_step % every:
-            return
-        if before != trainer.global_step:  # the other batches of an accumulated step have nothing new
-            _log_metrics(trainer, directory)
+        directory, before, self._step = self._directory, self._step, trainer.global_step
+        if directory is not None and row_is_due(trainer, before):
+            log_row(trainer, partial(health_metrics, directory))
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -181,14 +180,7 @@ class HealthMonitor(Callback):
             details = {key: entry[key] for key in ("action", "signal", "code", "gpu", "text", "values") if key in entry}
             slot, monotonic = entry["slot"], entry["monotonic"]
             trainer.strategy.record_event("health", slot=slot, monotonic=monotonic, **details)  # type: ignore[attr-defined]
-        _log_metrics(trainer, directory)
-
-
-def _log_metrics(trainer: Trainer, directory: Path) -> None:
-    if trainer.loggers and (metrics := health_metrics(directory)):
-        for logger in trainer.loggers:
-            # Lightning counts the steps that it logs from 0
-            logger.log_metrics(metrics, step=max(0, trainer.global_step - 1))
+        log_row(trainer, partial(health_metrics, directory))
 
 
 def health_metrics(directory: Path) -> dict[str, float]:

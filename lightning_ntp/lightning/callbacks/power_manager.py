@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from lightning_ntp.launch import RankIdentity, is_rank, jobs
 from lightning_ntp.launch.device_watch import DeviceWatch
 from lightning_ntp.lightning.callbacks import carried_log
 from lightning_ntp.lightning.callbacks.devices import note_device
+from lightning_ntp.lightning.callbacks.logged_state import log_row, row_is_due
 from lightning_ntp.lightning.planned_times import planned_times
 from lightning_ntp.nvml.profiles import Profile
 from lightning_ntp.plan import Topology
@@ -167,12 +169,9 @@ class PowerManager(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        directory, every = self._directory, trainer.log_every_n_steps  # type: ignore[attr-defined]
-        before, self._step = self._step, trainer.global_step
-        if directory is None or not trainer.is_global_zero or not every or trainer.global_step % every:
-            return
-        if before != trainer.global_step:  # the other batches of an accumulated step have nothing new
-            _log_metrics(trainer, directory)
+        directory, before, self._step = self._directory, self._step, trainer.global_step
+        if directory is not None and row_is_due(trainer, before):
+            log_row(trainer, partial(power_metrics, directory))
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
@@ -288,10 +287,3 @@ def power_metrics(directory: Path) -> dict[str, float]:
         for name in ("watts", "limit_w", "compute_s", "relative_time", "missing_percent"):
             metrics[f"ntp/power/replica{replica}/{name}"] = each[name]
     return {name: float(value) for name, value in metrics.items() if value is not None}
-
-
-def _log_metrics(trainer: Trainer, directory: Path) -> None:
-    if trainer.loggers and (metrics := power_metrics(directory)):
-        for logger in trainer.loggers:
-            # Lightning counts the steps that it logs from 0
-            logger.log_metrics(metrics, step=max(0, trainer.global_step - 1))

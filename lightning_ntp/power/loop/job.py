@@ -75,6 +75,7 @@ class PowerJob:
         self._pause, self._set_up_at = _AGAIN_SECONDS, self._began
         self._denied = self._owed = False
         """Limits may not be written; or others were still to be put back when this controller began."""
+        self._closed = False
         self.fatal = ""
         """Why the job must end."""
 
@@ -148,7 +149,8 @@ class PowerJob:
             self._report.forget()
 
     def close(self) -> None:
-        """The job is over."""
+        """The job is over. The loop's thread may hang in the driver, and come back later."""
+        self._closed = True
         self._forget(float("inf"))
         self._settle(last=True)
         self._paces.close()
@@ -170,6 +172,10 @@ class PowerJob:
         settings, self._owed = self._settings, bool(self._owing)
         levers = self._find(settings.writes and not self._denied and not self._owed)
         if levers is None:
+            return False
+        if self._closed:  # the driver took longer than who closes has waited for this thread
+            if levers.writer is not None:
+                levers.writer.close()
             return False
         self._levers, self._set_up_at = levers, now
         turned: frozenset[Lever] = frozenset(settings.levers)
