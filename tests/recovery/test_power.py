@@ -95,10 +95,15 @@ def events(directory: Path) -> list[dict[str, Any]]:
     return [each for each in read_events(directory / "rows" / "events.jsonl") if each["event"] == "power"]
 
 
+def left(directory: Path) -> list[str]:
+    """Journals, which end soon after what they are about is put back."""
+    return [path.name for path in (directory / "journal").glob("*") if path.name != "lock"]
+
+
 def kept(nvml: MockNvml, directory: Path, start: list[float]) -> None:
     """Everything is as it was, and nothing is left."""
     assert limits(nvml, len(start)) == start
-    assert [path.name for path in (directory / "journal").glob("*") if path.name != "lock"] == []
+    assert left(directory) == []
 
 
 JOB = Job((2, 2), module="tests.power.looped:Powered", batches=30, epochs=1)
@@ -328,7 +333,7 @@ def test_a_helper_that_runs_alone_serves_a_job_without_rights(
         got = run(supervising, tmp_path, nvml, LOSS, JOB, settings, environment=nvml.variables(root=False))
         print(got.output, helper.said)
         assert got.code == 0 and 250 <= last_limit(nvml, 2) <= 650, got.output
-        wait_until(lambda: limits(nvml, 4) == [185.0] * 4)
+        wait_until(lambda: limits(nvml, 4) == [185.0] * 4 and left(tmp_path) == [])
     finally:
         helper.end()
     kept(nvml, tmp_path, [185.0] * 4)
@@ -376,9 +381,7 @@ def test_kill_nine_at_any_moment_of_a_boost(
     assert (got.code == 0) == (whom == "the helper"), got.output
     if whom == "both":
         restore(nvml, tmp_path)
-    deadline = time.monotonic() + 10
-    while limits(nvml, 4) != [185.0] * 4 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: limits(nvml, 4) == [185.0] * 4 and left(tmp_path) == [], "it is not put back")
     kept(nvml, tmp_path, [185.0] * 4)
 
 
