@@ -144,6 +144,7 @@ def test_what_power_cannot_do_samples_do(supervising: SupervisingProcess, tmp_pa
     assert all(sum(each.values()) == 24 for each in shares)
 
 
+@pytest.mark.chaos
 def test_power_that_was_lent_is_back_before_its_owner_starts(
     supervising: SupervisingProcess, tmp_path: Path, nvml: MockNvml
 ) -> None:
