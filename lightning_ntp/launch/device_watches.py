@@ -36,13 +36,13 @@ class DeviceWatches:
             watch.ended(slot)
 
     def condemned(self) -> Mapping[int, str]:
-        return self._first(watch.condemned() for watch in self._watches)
+        return self._merged(watch.condemned() for watch in self._watches)
 
     def failed(self) -> str:
         return next(filter(None, (watch.failed() for watch in self._watches)), "")
 
     def leaving(self) -> Mapping[int, str]:
-        return self._first(watch.leaving() for watch in self._watches)
+        return self._merged(watch.leaving() for watch in self._watches)
 
     def sent_away(self, slot: int) -> bool:
         return any(watch.sent_away(slot) for watch in self._watches)
@@ -64,7 +64,7 @@ class DeviceWatches:
                 closing.callback(watch.close)
 
     @staticmethod
-    def _first(found: Iterable[Mapping[int, str]]) -> Mapping[int, str]:
+    def _merged(found: Iterable[Mapping[int, str]]) -> Mapping[int, str]:
         merged: dict[int, str] = {}
         for each in found:
             merged = {**each, **merged} if each else merged

@@ -181,7 +181,9 @@ def test_rank_zero_dies_and_everything_that_only_it_does_goes_on(
     assert "Epoch" in printed, printed  # the bar
     assert "slot 1 is rank 0 now" in printed
     names = [event["event"] for event in read_events(tmp_path / "lightning_logs/version_0/events.jsonl")]
-    assert names[0] == "death" and names[-1] in ("change", "replay", "forward") and names.count("change") == 1
+    # who dies in its update has voted, so others may have committed the step
+    ends = {"change", "replay", *(("forward",) if fault.phase == "update" else ())}
+    assert names[0] == "death" and names[-1] in ends and names.count("change") == 1
 
 
 class DiesSaving(Callback):

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -21,9 +21,11 @@ from lightning_ntp.lightning.callbacks.devices import note_device
 from lightning_ntp.lightning.callbacks.logged_state import log_row, row_is_due
 from lightning_ntp.lightning.planned_times import planned_times
 from lightning_ntp.nvml.profiles import Profile
-from lightning_ntp.plan import Topology
 from lightning_ntp.power.control import Pace, split
 from lightning_ntp.power.loop.settings import PowerSettings
+
+if TYPE_CHECKING:
+    from lightning_ntp.lightning.strategy import NTPStrategy
 
 log = logging.getLogger("lightning_ntp")
 
@@ -161,7 +163,7 @@ class PowerManager(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._directory is None:
             return
-        if self._changed or dict(trainer.strategy.sample_shares) != self._told_shares:  # type: ignore[attr-defined]
+        if self._changed or _strategy_of(trainer).sample_shares != self._told_shares:
             self._note_work(trainer)
         self._carry(trainer)
         if trainer.is_global_zero and self.settings.moves_samples:
@@ -192,17 +194,19 @@ class PowerManager(Callback):
 
     def _note_work(self, trainer: Trainer, training: bool = True) -> None:
         """Let the loop know what there is to compute."""
-        directory, strategy = self._directory, trainer.strategy
+        directory = self._directory
         if directory is None:  # perhaps of another strategy, which has no shares
             return
-        self._changed, self._told_shares = False, dict(strategy.sample_shares)  # type: ignore[attr-defined]
+        strategy = _strategy_of(trainer)
+        self._changed, self._told_shares = False, strategy.sample_shares
         if not trainer.is_global_zero:
             return
         note: dict[str, Any] = {"training": training}
         if training:
-            topology: Topology = strategy.topology  # type: ignore[attr-defined]
+            topology, sharded = strategy.topology, strategy.sharded
+            assert sharded is not None
             note |= {
-                "planned": planned_times(strategy.sharded, topology),  # type: ignore[attr-defined]
+                "planned": planned_times(sharded, topology),
                 "degrees": {replica: topology.degrees[replica] for replica in topology.live_replicas},
                 "samples": self._told_shares,
                 "micro_batches": trainer.accumulate_grad_batches,
@@ -215,7 +219,7 @@ class PowerManager(Callback):
 
     def _move_samples(self, trainer: Trainer, directory: Path) -> None:
         """On rank 0: let the shares follow what the loop has said."""
-        path, strategy = jobs.paces_note(directory), trainer.strategy
+        path, strategy = jobs.paces_note(directory), _strategy_of(trainer)
         try:
             written = path.stat().st_mtime_ns  # 2 us; asked in every step
             if written == self._seen:
@@ -227,7 +231,7 @@ class PowerManager(Callback):
         self._seen = written
         if not self._relative and not self._shares_differ(trainer):
             return
-        why = strategy.sharing_problem  # type: ignore[attr-defined]
+        why = strategy.sharing_problem
         if why:
             if not self._cannot:
                 self._cannot = True
@@ -236,7 +240,7 @@ class PowerManager(Callback):
         self._cannot = False
         counts = self._counts(trainer)
         if counts != _coming(trainer):
-            strategy.share_samples(counts)  # type: ignore[attr-defined]
+            strategy.share_samples(counts)
 
     def _counts(self, trainer: Trainer) -> dict[int, int] | None:
         """Samples per replica, by what each needs for one."""
@@ -259,13 +263,17 @@ class PowerManager(Callback):
         entries, self._read = carried_log.new_entries(jobs.power_log(directory), self._read)
         for entry in entries if trainer.is_global_zero else ():
             details = {key: entry[key] for key in ("kind", "text", "replica", "values") if key in entry}
-            trainer.strategy.record_event("power", monotonic=entry["monotonic"], **details)  # type: ignore[attr-defined]
+            _strategy_of(trainer).record_event("power", monotonic=entry["monotonic"], **details)
 
 
 def _coming(trainer: Trainer) -> Mapping[int, int]:
     """The shares to come: those of now say nothing if others are on their way, behind what workers have fetched."""
-    shares: Mapping[int, int] = trainer.strategy.coming_sample_shares  # type: ignore[attr-defined]
-    return shares
+    return _strategy_of(trainer).coming_sample_shares
+
+
+def _strategy_of(trainer: Trainer) -> NTPStrategy:
+    """Of a trainer whose ranks are a job's: see :meth:`PowerManager.setup`."""
+    return cast("NTPStrategy", trainer.strategy)
 
 
 def _profile(name: int | str) -> int:

@@ -72,16 +72,16 @@ def find_levers(
         writer = Writer(job, settings.socket, settings.ceiling != "found", settings.locked_clocks)
         answers = writer.open(gpus)
         needed = {gpu for slot, gpu in own.items() if slot in alive}
-        wrong = [each for each in answers.values() if not each.done and each.gpu in needed]
+        taken = {gpu: _as_taken(each) for gpu, each in answers.items() if each.done}
+        wrong = [each for each in answers.values() if not each.done and (each.gpu in needed or not taken)]
         if wrong:
             writer.close()
             writer = None
             deny(f"{len(wrong)} of {len(gpus)} GPUs cannot be had, {wrong[0].gpu} for one: {wrong[0].why}")
         else:
-            values = {gpu: _as_taken(each) for gpu, each in answers.items() if each.done}
             # of one that says nothing: no less than its fellows
-            most = max(values.values(), key=lambda each: float(each["limit_w"]))
-            values = {gpu: values.get(gpu, most) for gpu in gpus}
+            most = max(taken.values(), key=lambda each: float(each["limit_w"]))
+            values = {gpu: taken.get(gpu, most) for gpu in gpus}
     powered = bool(gpus) and all(gpu in values for gpu in gpus) and len(gpus) == len(homes)
     node = socket.gethostname()
     try:

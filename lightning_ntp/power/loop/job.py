@@ -36,7 +36,7 @@ _AGAIN_SECONDS, _LONGEST_AGAIN_SECONDS = 5.0, 300.0
 _STEADY_SECONDS = 60.0
 """A helper that was lost after so long is one that works."""
 _DENIED_SECONDS = 300.0
-"""Until the next fit tries limits again that might not be written: permissions may change."""
+"""Until limits are tried again that might not be written: permissions may change."""
 Replicas = Mapping[int, tuple[int, ...]]
 """Replica -> its slots that work."""
 

@@ -45,7 +45,8 @@ class Writer:
 
     @property
     def lost(self) -> bool:
-        """Whether the helper is gone: everything has its first value again, and :meth:`open` starts another one."""
+        """Whether the helper is gone. It has put everything back, or, if it was killed, the next one that :meth:`open`
+        starts does."""
         return self._lost.is_set()
 
     def open(self, gpus: Sequence[str]) -> dict[str, Answer]:
